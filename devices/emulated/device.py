@@ -94,21 +94,21 @@ class EmulatedDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kinds of lanes that are not worker threads: an empty mapping, as all lanes are worker threads."""
+        """The kind of each lane that is no worker thread: empty, as all lanes (queues of tasks) are worker threads."""
         return {}
 
     @property
     def streams(self) -> None:
-        """None: this device has no streams."""
+        """None: this device has no streams, so that worker threads run all tasks."""
 
     @property
     def logits(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The kept logits: for each step of a micro-batch its sequences' numbers and logits (sequences, vocabulary)."""
+        """The kept logits: for each step of a micro-batch the sequences' numbers and logits (sequences, vocabulary)."""
         return self._torch.logits
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of memory that the torch device uses beyond those that the plan counts."""
+        """Bytes of memory that the torch device uses in addition to those that the plan counts."""
         return self._torch.own_bytes
 
     @property
@@ -122,7 +122,7 @@ class EmulatedDevice:
         return self._torch.bytes_read
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot."""
+        """Return the bytes that a page (a part of a layer's weights) takes in a slot, memory for one page."""
         return self._torch.slot_bytes(page)
 
     def clock(self) -> int:
@@ -130,7 +130,7 @@ class EmulatedDevice:
         return self._time.now()
 
     def join(self, rank: int, transport: Transport, first: EmulatedDevice) -> None:
-        """Make this device one of several emulated accelerators of one machine; all share the clock of the first.
+        """Make this device one of the emulated accelerators of one machine; all share the clock of `first`.
 
         Args:
             rank: the number of this accelerator, from 0.
@@ -142,9 +142,9 @@ class EmulatedDevice:
         self._leads = first is self
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Begin a batch: allocate what the plan says, choose the dilation, and start the emulated machine's clock.
+        """Begin a batch of prompts (token ids): allocate the plan's memory, choose the dilation, and start the clock.
 
-        Where several ranks emulate one machine, rank 0 chooses the dilation for all; its `begin` must be called last.
+        Where several ranks emulate one machine, rank 0 chooses the dilation for all, and must call `begin` last.
 
         Raises:
             BadInput: the emulated memories together are larger than this machine's free memory, or a token id is
@@ -173,7 +173,7 @@ class EmulatedDevice:
         return self._torch.rows_apart(rows)
 
     def execute(self, task: Task) -> Any:
-        """Run one task on the calling thread, and return when the emulated machine would have finished it."""
+        """Run a task on the calling thread; returns its value when the emulated machine would have finished it."""
         begun, dilation = self._time.now(), self._time.dilation
         start = perf_counter_ns()
         value = self._torch.execute(task)
@@ -191,7 +191,7 @@ class EmulatedDevice:
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Summarise all tasks since `begin` but weight loading: the share of each lane's time that real work took."""
+        """Return the share of each lane's time that real work took, over all tasks since `begin` but loading."""
         return self._meters.result(self._dilations)
 
 

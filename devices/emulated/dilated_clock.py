@@ -54,11 +54,11 @@ class DilatedClock:
 
 
 class Pace:
-    """Sets a clock's dilation: the one for prefill first, the one for decode once all prompts have a first token.
+    """Sets a clock's dilation for prefill, and for decode once all prompts have a first token.
 
     Args:
-        time: the clock, which the constructor starts.
-        dilations: the two dilations.
+        time: the clock; the constructor starts it.
+        dilations: the values for prefill and for decode.
         prompts: number of `count_prefilled` calls after which prefill has ended.
     """
 

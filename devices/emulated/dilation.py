@@ -1,4 +1,4 @@
-"""The choice of a dilation by a rehearsal: the least that keeps real work below a share of each lane's time."""
+"""The choice of a dilation by a rehearsal: the least with which real work takes at most a share of each lane's time."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def choose_dilations(
     The dilations grow with the number of ranks, which share the cores of this machine.
 
     Args:
+        checkpoint, layout: the model's files, and the division of its weights into pages.
         cost: the cost model of the emulated machine.
         tell: is called with the progress of the rehearsal.
     """
@@ -44,7 +45,7 @@ def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
 
     The result is rounded up to one of four values for each power of two: 1, 1.25, 1.5, 1.75, 2, 2.5 and so on.
 
-    rehearsed: real and modelled seconds of each kind of operation on each lane.
+    rehearsed: the seconds of real work, and on the emulated machine, of each kind of operation on each lane.
     """
     lanes: dict[str, list[Rehearsed]] = {}
     for each in rehearsed:

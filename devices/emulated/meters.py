@@ -1,4 +1,4 @@
-"""Meters of an emulation, which compare the time of real work with each lane's time in slow motion."""
+"""Meters of an emulation, which compare the time of real work with the time that the emulated machine takes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ REAL_SHARE = 1 / 3
 
 
 class LaneMeter:
-    """Sums the times of one lane's tasks, and counts the tasks that took too long."""
+    """Sums the times of the tasks of one lane (a queue of tasks), and counts the tasks that took too long."""
 
     def __init__(self) -> None:
         self.worked = 0.0
         self.modelled = self.excess = self.overruns = self.late = 0
 
     def add(self, worked: float, modelled: int, taken: int) -> None:
-        """Add a task. All times are in nanoseconds of the emulated machine.
+        """Add a task's times, all in nanoseconds of the emulated machine.
 
         Args:
             worked: time of the real work on this machine.
@@ -34,7 +34,7 @@ class LaneMeter:
         self.late += worked > modelled
 
     def result(self) -> EmulatedLane:
-        """Summarise this lane's tasks: the share of real work in dilated time, and the tasks that took too long.
+        """Return the share of real work in the lane's time, and the number of tasks that took too long.
 
         At least one task must have been added.
         """
@@ -42,10 +42,10 @@ class LaneMeter:
 
 
 class Meters:
-    """Measures an emulated run from the construction of this object on.
+    """Measures an emulated run, from the construction of this object until `result`.
 
     Attributes:
-        lanes: the meter of each lane, by name.
+        lanes: the meter of each lane (queue of tasks), by name.
     """
 
     def __init__(self, lanes: Iterable[str]) -> None:

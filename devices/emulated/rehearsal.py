@@ -41,7 +41,7 @@ NO_LIMIT = 1 << 62
 
 
 class Rehearsed(NamedTuple):
-    """The times of one verb on one lane in the rehearsal, as sums over all tasks of all the model's layers.
+    """The times of one verb (kind of task) on one lane (queue of tasks), summed over all tasks of the model's layers.
 
     Attributes:
         lane: name of the lane.
@@ -63,6 +63,7 @@ def rehearse(
     All weights are streamed: computing with resident weights is at least as fast.
 
     Args:
+        checkpoint, layout: the model's files, and the division of its weights into pages.
         cost: the cost model of the emulated machine, for the modelled times.
         tell: is called with the progress.
 
@@ -89,7 +90,7 @@ def rehearse(
 
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
-    """Run a plan on the virtual clock; the device does each task's real work when that clock reaches the task's end."""
+    """Run a policy's plan on a virtual clock with the times of `cost`; `device` works when a task ends."""
     VirtualRun([Rank(plan, policy, device)], cost=cost, sharing=False, make_engine=Engine).run()
 
 
@@ -110,7 +111,7 @@ class _Alone:
 
 
 class _OneLayer:
-    """The policy of the rehearsal: runs each verb for each micro-batch.
+    """The policy of the rehearsal: runs each verb (kind of task) of a layer for each micro-batch.
 
     Args:
         kv_roles: the memories, "accelerator" or "host", that the emulated run places KV caches in; the micro-batches of
@@ -157,10 +158,7 @@ class _OneLayer:
             step.evict(pages, self._pinned)
 
     async def _second_half(self, step: Step, j: int) -> None:
-        """Run the second half of the layer for micro-batch `j`.
-
-        That half is one task if `j` is odd; if `j` is even, each expert is a task.
-        """
+        """Run a layer's second half for micro-batch `j`: as one task if `j` is odd, else a task for each expert."""
         if j % 2:
             step.post_attention(0, j)
             return
@@ -198,7 +196,7 @@ class _TimedDevice(TorchDevice):
         self._seconds: dict[tuple[Phase, str, str], list[tuple[float, float, bool]]] = {}
 
     def execute(self, task: Task) -> Any:
-        """Run a task, and record its real seconds and the seconds that the cost model gives."""
+        """Run a task; returns its value, and records its real seconds and the seconds that the cost model gives."""
         start = perf_counter_ns()
         value = super().execute(task)
         real = (perf_counter_ns() - start) / 1e9
@@ -235,10 +233,9 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
 
 def _largest_micro_batch(batch: Batch) -> Batch:
-    """Make a batch of REPEATS copies of the micro-batch with the most prompt tokens.
+    """Make a batch of several copies (REPEATS) of the micro-batch with the most prompt tokens.
 
-    Its prompts are shortened in proportion, so that together they have no more tokens than the largest chunk of
-    prefill.
+    The prompts are shortened in proportion until a micro-batch has no more tokens than the largest chunk of prefill.
     """
     requests = max(batch.micro_batches, key=lambda each: sum(batch.prompts[request] for request in each))
     share = max(sum(chunk.tokens) for chunk in batch.chunks().values()) / sum(

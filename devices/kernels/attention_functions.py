@@ -1,6 +1,4 @@
-"""Causal attention of new tokens over cached keys and values in torch. `functions.py` explains the letters
-of shapes.
-"""
+"""Causal attention of new tokens over cached keys and values in torch; shapes as in `functions.py`."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def attention(
 
 
 def beside(parts: list[Tensor]) -> Tensor:
-    """Copy the rows (n, X) of all parts into one tensor, one part after the other."""
+    """Return one tensor with the rows (n, X) of all parts, one part after the other."""
     if len(parts) == 1:
         return parts[0]
     rows_TX = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
@@ -150,7 +148,10 @@ def _attend_tiles(
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask (queries start .. stop-1, keys first_key .. stop-1): True where a query sees a key in `window`."""
+    """Return a mask (queries start .. stop-1, keys first_key .. stop-1) on a device: True where a query sees a key.
+
+    window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
+    """
     query = torch.arange(start, stop, device=device)[:, None]
     key = torch.arange(first_key, stop, device=device)
     seen = key <= query

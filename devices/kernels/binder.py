@@ -23,8 +23,8 @@ class Binder:
     Attributes:
         table: the kernel table.
         dtype: name of the dtype of weights and hidden states.
-        beside_attention: small tensors that attention reads, such as sinks, by layer and device. They are always
-            loaded, so that attention needs no page.
+        beside_attention: small tensors that attention reads, such as sinks, by layer and device; always in memory,
+            unlike pages of weights.
     """
 
     def __init__(self, table: KernelTable, config: ModelConfig, dtype: str, device: str) -> None:
@@ -48,7 +48,7 @@ class Binder:
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound | None:
         """Return the function that computes an operation with these weights; None if no kernel takes the operation.
 
-        If the result is None, the caller computes the operation's parts (`Operation.parts`) one by one.
+        If the result is None, the caller computes the operation's parts one by one. memory: receives the results.
         """
         key = operation, memory.rows
         found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
@@ -77,9 +77,7 @@ class Binder:
         )
 
     def prompt_attention(self, layer: int, rows: int) -> Bound:
-        """Return the function that attends from `rows` new tokens over views of a layer's keys and values on the
-        accelerator.
-        """
+        """Return the function that attends from `rows` new tokens to views of a layer's keys and values."""
         described = self._config.layer(layer)
         return self.table.bind(
             Case("prompt_attention", rows, frozenset(), self.dtype, self._device, described),
@@ -89,8 +87,7 @@ class Binder:
     def expert(
         self, weights: Weights, expert: int | None, rows: int, *, on_host: bool = False
     ) -> tuple[Kernel, Bound]:
-        """Find the kernel that runs an expert on a number of rows; returns the kernel, and the function with the
-        expert's weights.
+        """Return the kernel that runs an expert on a number of rows, and its function, bound to the expert's weights.
 
         weights: the weights of a layer. expert: the expert's number; None for the shared expert. on_host: True for the
         CPU.
@@ -111,7 +108,7 @@ class Binder:
         return kernel, bound
 
     def combine(self, memory: Workspace) -> Bound:
-        """Return the function that computes the weighted sum of the experts' outputs plus the residual."""
+        """Return the function that adds the experts' weighted outputs to the residual, for `memory.rows` tokens."""
         return memory.bound("combine") or self._bind_for(
             memory, "combine", Case("combine", memory.rows, frozenset(), self.dtype, self._device)
         )
@@ -123,7 +120,7 @@ class Binder:
     def _bind_for(
         self, memory: Workspace, key: Hashable, case: Case, weights: Weights | None = None
     ) -> Bound:
-        """Bind the first kernel that takes a case, and keep the resulting function in the memory under a key."""
+        """Bind the first kernel that takes a case to weights; `memory` keeps the returned function, under a key."""
         bound = self.table.bind(case, weights, memory)
         memory.keep(key, bound)
         return bound

@@ -1,6 +1,4 @@
-"""The conformance suite of kernels: checks shapes, independence of other rows and of row blocks, and closeness to
-float64.
-"""
+"""The conformance suite of kernels: checks shapes, independence of other rows and row blocks, and accuracy."""
 
 from __future__ import annotations
 
@@ -52,17 +50,17 @@ def check_kernel(
     """Check a kernel's results on small random data; returns the number of cases that the kernel took.
 
     Args:
-        row: the kernel's class, or its name as for `moesched.plugins.find`.
-        numbers: the numbers of rows to try.
+        row: the kernel's class, or its name, such as `file.py:Class`.
+        numbers: the numbers of rows of inputs to try.
         instruction_set: instruction set of the native kernels; None for the widest of this processor.
-        formats: names of coded storage formats of weights to try beside plain rows.
+        formats: names of quantized storage formats of weights to try beside plain ones.
 
     Raises:
         KernelFailed: the kernel raised, a result has another shape or dtype, or only `check_device` can check its
             operation.
-        AssertionError: a result is further from the exact one than `WORSE` allows, a second call has other bits, an
-            input was written to, or bits of an `independent` kernel depend on other rows or row blocks. The message
-            names kernel and case.
+        AssertionError: a result is too far from the exact one, a second call has other bits, an input was written to,
+            or bits of a kernel that says it is `independent` depend on other rows or row blocks. The message names
+            kernel and case.
     """
     kind = plugins.find("kernels", row)
     tried = (None, *(STORED_FORMATS[name] for name in formats))
@@ -122,7 +120,7 @@ def _configs() -> Iterator[ModelConfig]:
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:
-    """Make the resources of kernels on the CPU, with a table of all shipped kernels.
+    """Make the resources of kernels on the CPU for a model and a dtype, with a table of all shipped kernels.
 
     threads: the native kernels; None to compute everything with torch, whose number of cores stays as it is.
     """
@@ -145,7 +143,7 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
 
 @contextmanager
 def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> Iterator[Resources]:
-    """Provide the resources of kernels on the CPU until the context ends, with native kernels if there are any.
+    """Provide a model's resources of kernels on the CPU until the context ends, with native kernels if there are any.
 
     instruction_set: instruction set of the native kernels; None for the widest of this processor.
     """
@@ -157,9 +155,9 @@ def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> 
 
 
 def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredFormat | None) -> int:
-    """Check a kernel on a number of rows for several cuts into row blocks; returns the number of cases that it took.
+    """Check a kernel on `rows` rows, with matrices cut in several ways into row blocks; returns the number of cases.
 
-    coded: storage format of the matrices; None for plain rows.
+    coded: quantized storage format of the matrices; None for plain numbers.
     """
     outcomes = [_outcome(kernel, resources, rows, Cut(blocks, coded)) for blocks in BLOCKS]
     taken = [outcome for outcome in outcomes if outcome is not None]
@@ -172,9 +170,9 @@ def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredF
 
 
 def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tensor | None:
-    """Check a kernel on one case; returns its results (rows, X), or None if the kernel does not take the case.
+    """Check a kernel on one case; returns its results (rows, X), or None if the kernel refuses the case.
 
-    rows: number of rows of the input. cut: the number and format of the row blocks of each matrix.
+    rows: number of rows of the input. cut: the number and format of the row blocks that each matrix is cut into.
     """
     sample = samples.MAKERS[kernel.operation](resources.config, resources.dtype, rows, cut)
     case = _case(kernel, resources, sample.weights, rows)
@@ -201,14 +199,13 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tens
 
 
 def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample, case: Case) -> None:
-    """Check that a kernel's result is about as close to the exact result as torch's kernel with plain weights.
+    """Check that a kernel's result is about as close to the exact result as that of torch's kernel with plain weights.
 
-    Args:
-        title: kernel and case, for the message.
-        got: the kernel's result (rows, X).
+    title: kernel and case, for the message. got: the kernel's result (rows, X). sample: the inputs and the exact
+    result.
 
     Raises:
-        AssertionError: the mean squared error is larger than `WORSE` allows.
+        AssertionError: the mean squared error is more than 1.5 times the error of torch's kernel.
     """
     weights = sample.plain(resources.dtype)
     plain = case._replace(formats=weights.formats(OPERATIONS[case.operation]))

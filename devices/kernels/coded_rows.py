@@ -1,4 +1,4 @@
-"""The kernels for coded matrices (Q8_0, Q4_K and others): products and embeddings."""
+"""The kernels for quantized ("coded") matrices, in Q8_0, Q4_K and other formats: products and embeddings."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ from .torch_rows import TorchEmbed, TorchKernel
 
 
 class CodedKernel(TorchKernel):
-    """The base of kernels for matrices in which at least one row block is in a coded format."""
+    """The base of kernels for matrices of which at least one row block is quantized ("coded")."""
 
     name = "coded"
     takes = f"weights in {', '.join(sorted(CODED))}"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why matrices without a coded block are refused; empty for all other cases."""
+        """Return the reason why plain (not quantized) matrices are refused; empty for all other cases."""
         return "" if case.formats & CODED else "it reads coded matrices"
 
 
 class CodedProduct(CodedKernel):
-    """Multiplies rows by each row block of a matrix on the CPU with exact sums; a row's result depends on no other
-    row.
-    """
+    """Multiplies rows by a quantized matrix on the CPU with exact sums; a row's result depends on no other row."""
 
     operation = "product"
     takes = f"{CodedKernel.takes} on the CPU"
     independent = True
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why GPUs and matrices without a coded block are refused; empty for all other cases."""
+        """Return the reason why GPUs and plain (not quantized) matrices are refused; empty for all other cases."""
         return super().refusal(case) if case.device == "cpu" else "it is for the CPU"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
@@ -45,16 +43,14 @@ class CodedProduct(CodedKernel):
 
 
 class UnpackedProduct(CodedKernel):
-    """Multiplies rows by each row block of a matrix on a GPU; weights are decoded to the dtype of x, some rows at a
-    time.
-    """
+    """Multiplies rows by a quantized matrix on a GPU; some rows of weights at a time are decoded to the dtype of x."""
 
     operation = "product"
     name = "unpacked"
     takes = f"{CodedKernel.takes} on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why the CPU and matrices without a coded block are refused; empty for all other cases."""
+        """Return the reason why the CPU and plain (not quantized) matrices are refused; empty for all other cases."""
         return "it is for GPUs" if case.device == "cpu" else super().refusal(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
@@ -68,17 +64,15 @@ def _product(multiply: Callable[[Tensor, Coded], Tensor], blocks: Sequence[Block
 
 
 class CodedEmbed(CodedKernel, TorchEmbed):
-    """Looks up embeddings that are stored coded, decodes them to the dtype of hidden states, and computes rotary
-    angles.
-    """
+    """Looks up embeddings that are stored quantized, decodes them, and computes cosines and sines of rotary angles."""
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
 
-        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
-        which only Triton kernels read.
+        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache, which only
+        Triton kernels read.
         """
         return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
 

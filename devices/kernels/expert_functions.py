@@ -1,6 +1,4 @@
-"""The router, the order of rows by expert, and the sum over experts in torch. `functions.py` explains the letters of
-shapes.
-"""
+"""The router, the order of rows by expert, and the sum over experts in torch; shapes as in `functions.py`."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ ACTIVATED_ROWS = 64
 
 
 class ExpertOrder(NamedTuple):
-    """The order in which experts read their input rows; a row is a pair of a token and one of its k experts.
+    """The rows of experts' inputs, sorted by expert, then by token: one for each pair of token and chosen expert.
 
-    Rows are sorted by expert, then by token. tokens_n: the token of each row. rows_Tk: the row of each pair.
+    tokens_n: the token of each row. rows_Tk: the row of each pair.
     """
 
     tokens_n: Tensor
@@ -37,7 +35,7 @@ def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) ->
 
 
 def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
-    """Return two biases (E): of the router's logits, and of the scores by which experts are chosen.
+    """Return two biases (E) among a layer's weights: of router logits, and of the scores by which experts are chosen.
 
     A bias that the router does not have is None; no router has both.
     """
@@ -62,8 +60,7 @@ def route(x_TD: Tensor, weights: Mapping[str, Blocks], network: FeedForward) -> 
 def choose_experts(
     logits_TE: Tensor, network: FeedForward, bias_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's k experts by logits; returns experts (int64, ascending) and their weights (float32), both (T,
-    k).
+    """Choose each token's k experts by logits; returns experts (int64, ascending) and weights (float32), both (T, k).
 
     bias_E: correction that is added to the scores to choose experts, but not in the weights; None without one.
     """
@@ -83,7 +80,7 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
-    """Set the scores (T, E) of experts outside the best groups to minus infinity, so that no token chooses them.
+    """Return scores (T, E), minus infinity for experts outside of a token's best groups, so that no token chooses them.
 
     A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
     """
@@ -112,9 +109,7 @@ def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> ExpertOrder:
-    """Sort the pairs of a token and one of its experts by expert; the pairs of one expert stay in the order of
-    tokens.
-    """
+    """Sort the pairs of token and chosen expert by expert; the pairs of one expert stay in the order of tokens."""
     order_n = experts_Tk.view(-1).argsort(stable=True)
     return ExpertOrder(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
 
@@ -122,8 +117,8 @@ def sorted_by_expert(experts_Tk: Tensor) -> ExpertOrder:
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """Sum each token's expert outputs, weighted by the router: (T, D), float32.
 
-    y_nD: the experts' outputs, a row for each pair of token and expert. rows_Tk: each pair's row, as in `ExpertOrder`.
-    A token's outputs are added in ascending order of expert, whatever the order in which the experts ran.
+    y_nD: the experts' outputs, a row for each pair of token and expert. rows_Tk: the row of each pair in y. A token's
+    outputs are added in ascending order of expert, whatever the order in which the experts ran.
     """
     tokens, choices = rows_Tk.shape
     y_TkD = y_nD.index_select(0, rows_Tk.view(-1)).view(tokens, choices, -1)
@@ -134,9 +129,7 @@ def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
 
 
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
-    """Add each token's weighted expert outputs, as by `sum_experts`, to the residual; rounded once to the residual's
-    dtype.
-    """
+    """Add each token's weighted sum of expert outputs, by `sum_experts`, to the residual; rounds once, to its dtype."""
     out_TD = torch.empty_like(residual_TD)
     for tile in tiles_of(out_TD):
         out_TD[tile] = sum_experts(y_nD, rows_Tk[tile], weights_Tk[tile]).add_(residual_TD[tile])

@@ -20,9 +20,7 @@ MOST_SIZES = 32
 
 
 class ExpertOfProducts(TorchKernel):
-    """Runs one expert by products with its matrices, in any storage format, with or without biases, with any
-    activation.
-    """
+    """Runs one expert by products with its matrices: any storage format, any activation, with biases or without."""
 
     operation = "expert"
     name = "products"
@@ -34,9 +32,7 @@ class ExpertOfProducts(TorchKernel):
         return partial(_run, made_for)
 
     def _made_for(self, case: Case, weights: Weights, rows: int) -> Product:
-        """Return the expert as a function of its inputs (rows, D); the kernels of its products are chosen for this
-        number of rows.
-        """
+        """Return the expert as a function of inputs (rows, D): products with weights, by kernels for `rows` rows."""
         case = case._replace(rows=rows)
         assert case.layer is not None, "it is in a layer"
         products = {

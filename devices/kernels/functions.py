@@ -59,7 +59,7 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
 
 
 def tiles_of(x_TD: Tensor) -> list[slice]:
-    """Return ranges of the tokens to compute one after the other, which bounds temporary memory; one range on a GPU."""
+    """Return ranges of the tokens for a caller to compute in turn, to bound temporary memory; one range on a GPU."""
     tokens = max(1, len(x_TD))
     size = TOKEN_TILE if x_TD.device.type == "cpu" else tokens
     return [slice(start, start + size) for start in range(0, tokens, size)]
@@ -81,9 +81,7 @@ def plus(residual_TD: Tensor, x_TD: Tensor, factor: float) -> Tensor:
 
 
 def with_bias(product: Callable[[Tensor], Tensor], bias: Blocks | None) -> Callable[[Tensor], Tensor]:
-    """Return a function that multiplies as `product` does and adds a bias, given in blocks; `product` itself if bias is
-    None.
-    """
+    """Return a function that multiplies as `product` does and adds a bias; `product` itself if `bias` is None."""
     if bias is None:
         return product
     return partial(_add_bias, product, bias[0] if len(bias) == 1 else torch.cat([*bias]))
@@ -97,9 +95,7 @@ def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor)
 def lm_head(
     hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float, norm_kind: NormKind = "rms"
 ) -> Tensor:
-    """Apply the last norm and the LM head to hidden states; returns logits (T, V), float32, for the token
-    after each.
-    """
+    """Apply the last norm and the LM head to hidden states; returns logits (T, V), float32, for each next token."""
     return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()
 
 

@@ -14,7 +14,7 @@ PIECE_BYTES = 64 << 20
 def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
     """Test whether torch has a fused kernel for heads of this size on a GPU of this compute capability.
 
-    Flash attention takes 16-bit dtypes, and memory-efficient attention heads that are a multiple of 8.
+    Flash attention takes 16-bit dtypes, memory-efficient attention head sizes that are multiples of 8.
     """
     if capability >= FLASH_SINCE and dtype != torch.float32:
         return head_dim <= LARGEST_FLASH_HEAD or head_dim % 8 == 0
@@ -27,5 +27,5 @@ def prefer_kernels_without_plans() -> None:
 
 
 def queries_in_a_piece(heads: int, length: int) -> int:
-    """Return the number of queries whose scores (heads, queries, length), float32, fit in PIECE_BYTES; at least 1."""
+    """Return the largest number of queries whose float32 scores (heads, queries, length) fit in 64 MiB; at least 1."""
     return max(1, PIECE_BYTES // (4 * heads * length))

@@ -42,7 +42,7 @@ class Guarded(Kernel):
         return reason
 
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
-        """Return the wrapped kernel's function, which checks each result's shapes and dtypes.
+        """Bind the wrapped kernel; returns its function, wrapped to check the shapes and dtypes of each result.
 
         Raises:
             KernelFailed: the kernel raised in `bind`; the function raises it for a wrong result or an exception in a
@@ -66,7 +66,7 @@ class Guarded(Kernel):
             ) from error
 
     def _check(self, case: Case, arguments: Sequence[Any], result: Any) -> None:
-        """Raise KernelFailed if a call's results lack the shapes and dtypes that `_expected` has for its arguments."""
+        """Raise KernelFailed if a call's results lack the shapes and dtypes that `_expected` yields for the call."""
         got = result if isinstance(result, Sequence) else [result]
         for number, (shape, dtype) in enumerate(self._expected(case, arguments)):
             found = got[number] if number < len(got) else None
@@ -78,7 +78,7 @@ class Guarded(Kernel):
                 )
 
     def _expected(self, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[Shape, torch.dtype]]:
-        """Yield the shape and dtype that each of an operation's first results must have, given a call's arguments."""
+        """Yield the shape and dtype of each checked result of a case's operation, in order, by a call's arguments."""
         config, layer, dtype = self._config, case.layer, self._dtype
         match case.operation:
             case "embed":

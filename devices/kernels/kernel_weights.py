@@ -29,9 +29,9 @@ class KernelWeights(dict[str, list[T]]):
 
     Attributes:
         layer: the description of the layer that the tensors belong to; None for tensors outside the layers.
-        number: a unique number of this object; `Workspace` uses it in the keys of bound kernels.
+        number: a unique number of this object, for the keys under which a `Workspace` keeps bound kernels.
         bounds: bound kernels that write to no memory of a micro-batch, by operation and number of rows.
-        refused: pairs of operation and number of rows that no kernel takes.
+        refused: pairs of operation and number of rows for which there is no kernel.
     """
 
     def __init__(
@@ -44,9 +44,7 @@ class KernelWeights(dict[str, list[T]]):
         self.refused: set[tuple[str, int]] = set()
 
     def keep(self, operation: str, rows: int, bound: Bound) -> Bound:
-        """Keep a bound kernel for later calls with this operation and number of rows, and return it; if too many
-        kernels are kept, drop all.
-        """
+        """Keep a bound kernel for this operation and number of rows, and return it; if there are too many, drop all."""
         if len(self.bounds) >= MOST_BOUND:
             self.bounds.clear()
             self.refused.clear()

@@ -24,7 +24,7 @@ Held = list["array[int] | array[float]"]
 
 
 class Weights(KernelWeights[Any]):
-    """Tensors by name, each as row blocks; a block is a torch tensor, or `Coded` in a coded format."""
+    """Tensors by name, each as row blocks; a block is a torch tensor, or `Coded` in a quantized format."""
 
     def __init__(
         self, blocks: Mapping[str, Sequence[Block]] = MappingProxyType({}), layer: Layer | None = None
@@ -44,7 +44,7 @@ class Weights(KernelWeights[Any]):
         return known
 
     def places(self) -> Hashable:
-        """Return the address and shape of each block, by name; equal results mean equal places in memory."""
+        """Return the address and shape of each block, by name: equal results mean the same places in memory."""
         return tuple(
             (name, rows.data_ptr(), rows.shape)
             for name, blocks in self.items()
@@ -52,13 +52,13 @@ class Weights(KernelWeights[Any]):
         )
 
     def expert(self, number: int | None) -> Weights:
-        """Return the matrices and biases of an expert by names such as "gate"; `number` None: the shared expert."""
+        """Return an expert's matrices and biases by names such as "gate"; `number` is None for the shared expert."""
         prefix = "shared_" if number is None else f"experts.{number}."
         names = {part: prefix + part for part in (*EXPERT_PARTS, *PARTS_OF_SOME)}
         return self._part(prefix, {part: name for part, name in names.items() if name in self})
 
     def matrix(self, name: str) -> Weights:
-        """Return weights with only the matrix `name`, under the name "matrix", as the operation product expects."""
+        """Return weights with only the matrix `name`, renamed to "matrix", as the operation product expects."""
         return self._part(name, {"matrix": name})
 
     def _part(self, key: str, names: Mapping[str, str]) -> Weights:
@@ -68,11 +68,10 @@ class Weights(KernelWeights[Any]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """Return a new copy of the struct `kind`, which holds those arguments of a native call that depend on these
-        weights.
+        """Return a copy of a C struct with the arguments of a native call that depend only on these weights.
 
-        prepare: function that makes the struct, called only once; appends the arrays that the struct points to to its
-        second argument, a list that these weights keep alive.
+        kind: class of the struct. prepare: makes the struct, and is called only once; its second argument is a list,
+        kept alive by these weights, that receives the arrays to which the struct points.
         """
         if kind not in self._prepared:
             held: Held = []

@@ -29,7 +29,7 @@ def joined(function: Kernel) -> Kernel:
 
 
 def on_elements(function: Kernel) -> Kernel:
-    """Decorate a function of this module: compile it to one kernel where there is Metal."""
+    """Decorate an element-wise function of this module: compile it to one kernel where there is Metal."""
     ONE_BY_ONE.append(function)
     return joined(function) if mx.metal.is_available() else function
 
@@ -42,7 +42,7 @@ def swiglu(gate: Array, up: Array) -> Array:
 
 @on_elements
 def turned(x: Array, swapped: Array, cos: Array, sin: Array) -> Array:
-    """Rotate elements by their angles; `swapped` has, for each element, the other element of its rotated pair."""
+    """Rotate pairs of elements by angles, given as cosines and sines; `swapped` has each element's partner."""
     return (x * cos + swapped * sin).astype(x.dtype)
 
 

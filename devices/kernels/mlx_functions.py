@@ -51,9 +51,9 @@ class Rows(NamedTuple):
 
     Attributes:
         indices_n: index of each row's expert in its stack, uint32, ascending.
-        counts: number of rows of each index; None if the host does not know the numbers: then a kernel must gather
-            matrices.
-        many: True if the micro-batch has at least `MANY_ROWS` rows.
+        counts: number of rows of each index; None if the host does not know them, so that experts cannot run one by
+            one.
+        many: True if the micro-batch has at least `MANY_ROWS` (64) rows.
     """
 
     indices_n: Array
@@ -122,8 +122,7 @@ def project_qkv(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Array, Array, Array]:
-    """Compute queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model
-    requires.
+    """Normalise, project, clip and rotate hidden states as the model needs: queries (T, H, d), keys, values (T, K, d).
 
     Args:
         angles: cosines and sines as `rotary_angles` gives them.
@@ -148,9 +147,7 @@ def project_qkv(
 
 
 def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
-    """Normalise each head's entries; normalise the whole projection if the norm's weight is as wide as the
-    projection.
-    """
+    """Normalise each head's entries, or the whole projection if the norm's weight is as wide as the projection."""
     return norm(x_TX.reshape(len(x_TX), -1, len(weight)), weight, eps).reshape(len(x_TX), -1)
 
 
@@ -193,8 +190,7 @@ def _attend(q_SHqd: Array, view: KVView, window: int | None) -> Array:
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | str | None:
-    """Return the mask of queries at positions start .. stop-1 over keys first_key .. stop-1: True where a query sees a
-    key.
+    """Return a mask (queries start .. stop-1, keys first_key .. stop-1, by position): True where a query sees a key.
 
     The result is None for a single query, which sees all keys, and "causal" without a window, as MLX has that mask.
     """
@@ -219,8 +215,7 @@ def scores(logits_TE: Array) -> Array:
 def choose_experts(
     logits_TE: Array, network: FeedForward, bias_E: Array | None = None
 ) -> tuple[Array, Array]:
-    """Choose each token's k experts by logits; returns experts (uint32, ascending) and their weights (float32), both
-    (T, k).
+    """Choose each token's k experts by logits; returns experts (uint32, ascending) and weights (float32), both (T, k).
 
     bias_E: correction that is added to the scores to choose experts, but not in the weights; None without one.
     """
@@ -244,7 +239,7 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Array, router: Router) -> Array:
-    """Set the scores (T, E) of experts outside the best groups to minus infinity, so that no token chooses them.
+    """Return scores (T, E), minus infinity for experts outside of a token's best groups, so that no token chooses them.
 
     A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
     """
@@ -258,8 +253,7 @@ def within_groups(choice_TE: Array, router: Router) -> Array:
 
 
 class Grouping(NamedTuple):
-    """The input rows of experts: one row for each pair of a token and one of its experts, sorted by expert, then by
-    token.
+    """The input rows of experts, one for each pair of a token and a chosen expert, sorted by expert, then by token.
 
     x_nD: the rows. experts_n: the expert of each row. rows_Tk: the row of each pair; None for a single token, whose
     rows are in the order of its experts.
@@ -280,16 +274,14 @@ def group_by_expert(x_TD: Array, experts_Tk: Array) -> Grouping:
 
 
 def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
-    """Sort the pairs of a token and one of its experts by expert; returns each row's token (n), each row's expert (n),
-    and each pair's row (T, k).
-    """
+    """Sort pairs of token and expert by expert; returns each row's token (n) and expert (n), each pair's row (T, k)."""
     flat = experts_Tk.reshape(-1)
     order_n = mx.argsort(flat)
     return order_n // experts_Tk.shape[1], flat[order_n], mx.argsort(order_n).reshape(experts_Tk.shape)
 
 
 def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """Run experts on n rows by kernels that gather each row's matrices: down @ (silu(gate @ x) * (up @ x)), (n, D).
+    """Run a stack's experts on n rows by kernels that gather matrices: down @ (silu(gate @ x) * (up @ x)), (n, D).
 
     A row's result depends on no other row, so the result is the same if experts run together or one by one.
     """
@@ -298,9 +290,7 @@ def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """Run experts one after the other, with the results of `gathered_experts`: (n, D); `rows.counts` must not be
-    None.
-    """
+    """Run a stack's experts on rows x, one after the other: (n, D), as `gathered_experts`; needs `rows.counts`."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -313,9 +303,7 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
-    """Multiply rows by a matrix that is cut along its inputs: the blocks' products are summed in float32 and rounded
-    once.
-    """
+    """Multiply rows by a matrix in blocks of inputs; `product` multiplies a block, and the sum is rounded once."""
     if len(blocks) == 1:
         return product(x_nI, blocks)
     ends = list(accumulate(block.shape[1] for block in blocks))
@@ -325,7 +313,7 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
 
 
 def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows, each with the function that multiplies every row by the matrix of its own expert."""
+    """Yield x in tiles of rows, each with the function that multiplies every row by its own expert's matrix."""
     tile = EXPERTS_AT_ONCE * EXPERT_TILE
     count = len(x_n1D)
     if count <= tile:
@@ -337,10 +325,9 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 
 
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
-    """Multiply each row by its expert's matrix. indices_n: index of each row's expert in the stack. many: as in `Rows`.
+    """Multiply each row of x by its expert's matrix, in one MLX kernel for each block of columns.
 
-    With few rows, the rows' own indices are passed, so that MLX need not make them in each call. With many rows MLX
-    makes them, as it uses only then that the experts' indices ascend.
+    indices_n: index of each row's expert in the blocks, ascending. many: True for at least `MANY_ROWS` rows.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [
@@ -352,12 +339,12 @@ def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array
 
 @cache
 def _ascending(count: int) -> Array:
-    """Return the integers from 0 to count - 1, for a count below `MANY_ROWS`."""
+    """Return the integers from 0 to count - 1, cached; only for counts below `MANY_ROWS`."""
     return mx.array([*range(count)], dtype=mx.uint32)
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows of one expert each, with the product by its matrices; `counts`: number of rows by expert."""
+    """Yield x in tiles of rows of one expert each, with the product by its matrices. counts: rows of each expert."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):
@@ -372,23 +359,19 @@ def _multiply(index: int, x_nD: Array, blocks: Blocks) -> Array:
 def sum_experts(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> Array:
     """Sum each token's expert outputs, weighted by the router, in ascending order of expert: (T, D), float32.
 
-    rows_Tk: the row of y for each pair of a token and an expert, as in `Grouping`.
+    rows_Tk: the row of y for each pair of token and expert; None for a single token, whose rows are in order.
     """
     return mlx_elements.added(*_weighted(y_nD, rows_Tk, weights_Tk)).squeeze(1)
 
 
 def combine(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array, residual_TD: Array) -> Array:
-    """Add each token's weighted expert outputs, as by `sum_experts`, to the residual; rounded once to the residual's
-    dtype.
-    """
+    """Add each token's weighted sum of expert outputs, by `sum_experts`, to the residual; rounds once, to its dtype."""
     parts = _weighted(y_nD, rows_Tk, weights_Tk)
     return mlx_elements.added_to(residual_TD[:, None], *parts).squeeze(1)
 
 
 def _weighted(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> list[Array]:
-    """Multiply each token's expert outputs by their weights; returns k arrays (T, 1, D), float32, in ascending order of
-    expert.
-    """
+    """Weight each token's expert outputs (rows rows_Tk of y): k arrays (T, 1, D), float32, by ascending expert."""
     y_TkD = y_nD[None] if rows_Tk is None else y_nD[rows_Tk]
     weighted_TkD = mlx_elements.weighted(y_TkD, weights_Tk[:, :, None])
     return list(mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1))

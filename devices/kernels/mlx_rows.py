@@ -39,17 +39,15 @@ class MlxKernel(Kernel):
 
 
 class MlxEmbed(MlxKernel):
-    """Looks up the embeddings of tokens, and computes the cosines and sines of the rotary embedding for their
-    positions.
-    """
+    """Looks up the embeddings of tokens, and computes cosines and sines of rotary angles for their positions."""
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
 
-        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
-        which only Triton kernels read.
+        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache, which only
+        Triton kernels read.
         """
         return partial(self._embed, weights["embedding"][0])
 
@@ -208,22 +206,17 @@ class MlxCombine(MlxKernel):
 
 
 class MlxMoELayer(MlxKernel):
-    """Computes a layer after attention without waiting for the router: the host reads the router's choices at the
-    end.
-    """
+    """Computes a layer after attention; the host reads the router's choices only at the end of the layer."""
 
     operation = "moe_layer"
     takes = "experts in one stack, as `mlx gathered` does"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why experts in several stacks, or bfloat16 on a CPU, are refused; empty for all other
-        cases.
-        """
+        """Return the reason why experts in several stacks, or bfloat16 on a CPU, are refused; empty for other cases."""
         return _not_gathered(case) if STACK in case.formats else "it takes experts in one stack"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
-        None.
+        """Return the function of a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None.
 
         The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
         weighted sum. experts_Tk: each token's experts. The last result is None, as the host does not know the experts'
@@ -285,7 +278,7 @@ MLX = (
 
 
 def mlx_table(config: ModelConfig) -> KernelTable:
-    """Make the kernel table of MLX, with all kernels of this module."""
+    """Make the kernel table of MLX for a model, with all kernels of this module."""
     table = KernelTable(())
     for row in MLX:
         table.add(row(config, table))
@@ -293,5 +286,5 @@ def mlx_table(config: ModelConfig) -> KernelTable:
 
 
 def device_name() -> str:
-    """Return the name of the device that MLX computes on, as in `Case.device`."""
+    """Return the name of MLX's device for the field `device` of a `Case`: of the GPU with Metal, else of the CPU."""
     return "metal" if mx.metal.is_available() else "cpu"

@@ -24,9 +24,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class NativeAttentionKernel(LibraryKernel):
-    """The base of the native library's kernels for attention: holds the library's threads and the dtype of hidden
-    states.
-    """
+    """The base of the native library's kernels for attention; holds the library's threads and the model's dtype."""
 
     def __init__(self, resources: Resources) -> None:
         super().__init__(resources)
@@ -35,16 +33,14 @@ class NativeAttentionKernel(LibraryKernel):
 
 
 class NativeDecodeAttention(NativeAttentionKernel):
-    """Attends in a decode step: from one new token of each sequence over a KV cache in blocks."""
+    """Attends in a decode step: from one new token of each sequence to the sequence's KV cache, which is in blocks."""
 
     operation = "attention"
     takes = "decode steps in float32 or bfloat16 on a CPU"
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why prompts, GPUs and dtypes that the library lacks are refused; empty for all other
-        cases.
-        """
+        """Return the reason why prompts, GPUs and dtypes that the library lacks are refused; empty for other cases."""
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:
@@ -65,7 +61,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """Calls the library's attention; prepares arguments again only if tensors or cache differ from the last call's."""
+    """A bound kernel that attends by the library; prepares arguments again only for other tensors or another cache."""
 
     __slots__ = ("_attended_TX", "_cached", "_call", "_prepared", "_qkv")
 
@@ -85,7 +81,7 @@ class _Attention:
 
 
 class NativePromptAttention(NativeAttentionKernel):
-    """Attends in a prefill step: from all new tokens of prompts over their keys and values."""
+    """Attends in a prefill step: from all new tokens of prompts to the prompts' keys and values."""
 
     operation = "prompt_attention"
     takes = "bfloat16 on a CPU with AVX512_BF16 and no AMX"
@@ -97,9 +93,7 @@ class NativePromptAttention(NativeAttentionKernel):
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why GPUs, and dtypes and head sizes that the library lacks, are refused; empty for other
-        cases.
-        """
+        """Return the reason why GPUs, and dtypes and head sizes that the library lacks, are refused; else empty."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":

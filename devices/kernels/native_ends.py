@@ -19,17 +19,15 @@ from .workspace import Workspace
 
 
 class NativeEmbed(NativeMemoryKernel):
-    """Looks up the embeddings of tokens, and computes the cosines and sines of the rotary embedding for their
-    positions.
-    """
+    """Looks up the embeddings of tokens, and computes cosines and sines of rotary angles for their positions."""
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
 
-        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
-        which only Triton kernels read.
+        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache, which only
+        Triton kernels read.
         """
         attention = self._config.attention
         turning = attention.rotary.turning(attention.head_dim)
@@ -96,9 +94,7 @@ def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequenc
 
 
 class NativeGreedy(NativeMemoryKernel):
-    """Computes the logits and the likeliest token of some rows; the next call with these rows overwrites the
-    results.
-    """
+    """Computes the logits and the likeliest token of some rows; its next call for these rows overwrites the results."""
 
     operation = "greedy"
 
@@ -112,7 +108,7 @@ class NativeGreedy(NativeMemoryKernel):
 
 
 class _Greedy:
-    """Calls the library for logits and tokens; makes a new `HeadCall` only when `rows` differs from the last call's."""
+    """A bound kernel that computes logits and tokens by the library, and makes a `HeadCall` only if `rows` changed."""
 
     def __init__(self, threads: NativeKernels, head: Head) -> None:
         self._threads = threads

@@ -75,13 +75,11 @@ class NativeKernel(LibraryKernel):
 
 
 class NativeMemoryKernel(NativeKernel):
-    """The base of native kernels that write their results to the memory of a micro-batch."""
+    """The base of native kernels that write their results to the memory (`Workspace`) of a micro-batch."""
 
     uses_memory = True
 
 
 def hidden_states(memory: Workspace, config: ModelConfig) -> Tensor:
-    """Return the tensor for hidden states (T, D) in a micro-batch's memory; the kernels of all layers write to this
-    tensor.
-    """
+    """Return the tensor of hidden states (T, D) in a micro-batch's memory; the kernels of all layers write to it."""
     return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)

@@ -21,14 +21,14 @@ from .qkv_functions import qkv_bias
 class Preparation:
     """Makes the structs of arguments for native calls that depend only on the model and its weights.
 
-    Each method appends the arrays that its struct points to to the list `held`; the caller keeps the list alive.
+    Each method appends to `held` the arrays to which its struct points; the caller keeps this list alive.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
 
     def inputs(self, weights: Weights, held: Held) -> Inputs:
-        """Return the arguments of C's `moesched_attention_inputs` for a layer; `held` keeps their arrays alive."""
+        """Return the arguments of C's `moesched_attention_inputs` for a layer; `held` receives their arrays."""
         assert weights.layer is not None, "they are of a layer"
         attention = weights.layer.grouped
         inputs = Inputs(
@@ -55,7 +55,7 @@ class Preparation:
         return inputs
 
     def layer(self, weights: Weights, held: Held) -> Layer:
-        """Return the arguments of C's `moesched_route` and `moesched_moe_layer`; `held` keeps their arrays alive."""
+        """Return the arguments of C's `moesched_route` and `moesched_moe_layer`; `held` receives their arrays."""
         assert weights.layer is not None, "they are of a layer"
         network = weights.layer.feed_forward
         layer = Layer(
@@ -86,7 +86,7 @@ class Preparation:
         return layer
 
     def head(self, weights: Weights, held: Held) -> Head:
-        """Return the arguments of C's `moesched_logits` for last norm and LM head; `held` keeps their arrays alive."""
+        """Return the arguments of C's `moesched_logits` for last norm and LM head; `held` receives their arrays."""
         blocks = weights["lm_head"]
         vocabulary = sum(len(block) for block in blocks)
         return Head(
@@ -105,7 +105,7 @@ class Preparation:
 def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int | None:
     """Return the address of an array with the matrices of several experts for C; None if a matrix is not loaded.
 
-    prefixes: the beginnings of the experts' names of weights, such as "experts.0.". held: receives the arrays.
+    prefixes: the beginnings of the names of each expert's weights, such as "experts.0.". held: receives the arrays.
     """
     names = [prefix + part for prefix in prefixes for part in EXPERT_PARTS]
     if not all(name in weights for name in names):

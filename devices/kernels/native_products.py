@@ -1,4 +1,4 @@
-"""The native library's kernels for products of few rows with a matrix."""
+"""The native library's kernels for products of a matrix with few rows of bfloat16 inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class NativeProduct(NativeKernel):
     operation = "product"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: row blocks in several formats, or a reason of `NativeKernel`; else
-        empty.
-        """
+        """Return why a case is refused: row blocks in several formats, or a reason of `NativeKernel`; else empty."""
         several = len(case.formats) > 1
         return super().refusal(case) or ("it reads row blocks in one format" if several else "")
 
@@ -40,9 +38,7 @@ class NativeColumns(NativeProduct):
         self.name = f"{self.name}, columns"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: a matrix that is not stored transposed, many rows of x, or a reason
-        of `NativeKernel`; empty if the kernel takes the case.
-        """
+        """Return why a case is refused: no transposed matrix, many rows, or a reason of `NativeKernel`; else empty."""
         if case.formats != {COLUMNS}:
             return "it reads matrices that are stored transposed"
         if case.rows > MOST_COLUMN_ROWS:

@@ -53,7 +53,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """Calls the library; writes new addresses to the arguments only if input tensors differ from the last call's."""
+    """A bound kernel that projects by the library; writes new addresses to the arguments only for other tensors."""
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 
@@ -103,9 +103,7 @@ class NativeExpert(NativeKernel):
     operation = "expert"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: biases, an activation but SiLU, or a reason of `NativeKernel`; else
-        empty.
-        """
+        """Return why a case is refused: biases, no SiLU activation, or a reason of `NativeKernel`; else empty."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
@@ -140,16 +138,12 @@ def _combine(
 
 
 class NativeMoELayer(NativeMemoryKernel):
-    """Computes a layer after attention in one call of C: output projection, norm, router, experts, and their weighted
-    sum.
-    """
+    """Computes a layer after attention in one call of C: output projection, norm, router, experts, weighted sum."""
 
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: biases, an activation but SiLU, or a reason of `NativeKernel`; else
-        empty.
-        """
+        """Return why a case is refused: biases, no SiLU activation, or a reason of `NativeKernel`; else empty."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual and "o" not in case.layer.grouped.biases
         return super().refusal(case) or (
@@ -157,8 +151,7 @@ class NativeMoELayer(NativeMemoryKernel):
         )
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
-        counts.
+        """Return the function of a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts.
 
         The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
         weighted sum. experts_Tk: each token's experts. counts: the number of rows of each expert that has any, by
@@ -181,7 +174,7 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """Calls the library; writes new addresses to the arguments only if input tensors differ from the last call's."""
+    """A bound kernel that runs a layer by the library; writes new addresses to the arguments only for other tensors."""
 
     __slots__ = (
         "_attended_TX",
@@ -236,7 +229,7 @@ def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOu
 
 
 def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case: Case) -> Tensor | None:
-    """Write the addresses of the tensors `choices`, for a router's result, to `layer`, the arguments of a native call.
+    """Write the addresses of `choices`, tensors for a router's result, to `layer`, the arguments of a native call.
 
     Returns memory for the scores of a sigmoid router, which C uses and the caller must keep; None for softmax.
     """

@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return a decorator by which a function defines an operator of the same name, and computes it on the CPU.
+    """Return a decorator that registers a function as the torch operator of its name, and as its version for the CPU.
 
     written: the names of the arguments that the operator writes to.
     """
@@ -51,9 +51,7 @@ def _operator(*written: str) -> Callable[[Operator], Operator]:
 
 
 def on_gpu(launch: Operator) -> Operator:
-    """Decorate a function that launches a GPU kernel: register it as the GPU's version of the operator of the same
-    name.
-    """
+    """Decorate a function that launches a GPU kernel: register it for GPUs as the operator with the function's name."""
     _LIBRARY.impl(launch.__name__, launch, "CUDA")
     return launch
 
@@ -68,7 +66,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Write the embeddings of tokens, and cosines and sines as by `rotary_angles`, to the last three arguments."""
+    """Write tokens' embeddings, and cosines and sines of position times frequency, to the last three arguments."""
     hidden_TD.copy_(functions.embed(ids_T, embedding_VD))
     angles = qkv_functions.angles(positions_T, frequencies_h)
     for out, values in zip((cosines_T1d, sines_T1d), angles, strict=True):
@@ -100,9 +98,10 @@ def attention_inputs(
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Project normalised tokens by the matrix in `blocks`, rotate queries and keys, and write queries, keys and values.
+    """Project normalised tokens by the matrix in `blocks` (and `table`), rotate queries and keys; write q, k and v.
 
     Args:
+        cosines_T1d, sines_T1d: cosines and sines of the tokens' rotary angles.
         head_norms: weights of the norms of query heads and of key heads; empty if the layer has none.
         interleaved: True if rows 2i and 2i + 1 of a head's matrix make a rotated pair, False for rows i and i + d/2. In
             q and k the pair is at i and i + d/2 in both cases.
@@ -181,8 +180,10 @@ def attend_prompts(
 
     Args:
         starts_S: the first row of each sequence in q, and at the end the number of rows.
-        tiles: number of tiles of up to `QUERIES` rows that all sequences need.
-        table, block, window: as for `attend`.
+        tiles: number of tiles of up to `QUERIES` (64) rows of one sequence that all sequences need.
+        table: the lengths and the blocks of the sequences, as for `attend`.
+        block: number of tokens in a block of the KV cache.
+        window: the largest number of tokens that a query sees, itself included.
     """
     kv_heads = keys_NKd.shape[1]
     rows = [*_rows(starts_S)]
@@ -199,7 +200,7 @@ def attend_prompts(
 
 
 def tiles_of_queries(tokens: int) -> int:
-    """Return the number of tiles of up to `QUERIES` rows that a sequence's new tokens need."""
+    """Return the number of tiles of up to `QUERIES` (64) rows that a sequence's new tokens need."""
     return -(-tokens // QUERIES)
 
 
@@ -207,7 +208,10 @@ def tiles_of_queries(tokens: int) -> int:
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Combine the parts that `attend` wrote to attention of whole sequences, out_SX. table, split: as for `attend`."""
+    """Combine the sums, peaks and parts that `attend` wrote into attention of whole sequences, out_SX.
+
+    table, split: as for `attend`.
+    """
     for s, length in enumerate(table[: len(out_SX)].tolist()):
         used = slice(-(-length // split))
         peaks_HP = peaks_SHP[s, :, used].double()
@@ -220,7 +224,7 @@ def join_parts(
 def output_projection(
     x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
 ) -> None:
-    """Multiply rows by the matrix (D, X) in `blocks`, add the residual, and write the result to out_TD."""
+    """Multiply rows by the matrix (D, X) in `blocks` and `table`, add the residual, and write the result to out_TD."""
     out_TD.copy_(_product(x_TX, torch.cat(blocks)).add_(residual_TD))
 
 
@@ -238,8 +242,7 @@ def route(
     weights_Tk: Tensor,
     logits_TE: Tensor,
 ) -> None:
-    """Normalise tokens, compute the router's logits, choose each token's k experts, and write all results to the last
-    four arguments.
+    """Normalise tokens, compute router logits, choose each token's k experts; write results to the last four arguments.
 
     layer_norm: True to normalise by mean and variance, False by the root mean square. sum_to_one: True if the weights
     of a token's chosen experts add up to 1. Experts are ascending.
@@ -283,6 +286,7 @@ def gate_and_up(
 
     Args:
         pairs_n, starts_E: as written by `sort_rows`; pairs_n is None if the rows of x are sorted by expert already.
+        gate_table, gates, up_table, ups: the tables and row blocks of all experts' matrices gate and up.
         gated_nI: receives silu(gate x), float32, for an observer; None to drop it.
     """
     choices = len(inner_nI) // len(x_TD)
@@ -300,26 +304,26 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Multiply each expert's rows by its matrix in `blocks`, and write the results y; `sort_rows` gives `starts_E`."""
+    """Multiply each expert's rows by its matrix in `blocks` (and `table`) into y; `sort_rows` gives `starts_E`."""
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 
 
 @_operator("out_TD")
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
-    """Add the weighted sum of each token's expert outputs to the residual, and write the result to out_TD."""
+    """Add each token's expert outputs (rows `rows_Tk` of y), times their weights, to the residual; write out_TD."""
     out_TD.copy_(expert_functions.sum_experts(y_nD.double(), rows_Tk, weights_Tk.double()).add_(residual_TD))
 
 
 @_operator("logits_SV")
 def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
-    """Multiply rows by the LM head in `blocks`, round to the dtype of x, and write the logits."""
+    """Multiply rows by the LM head in `blocks` (and `table`), round to the dtype of x, and write the logits."""
     logits_SV.copy_(_product(x_SD, torch.cat(blocks)).to(x_SD.dtype))
 
 
 @_operator("tokens_S")
 def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
-    """Find the likeliest token of each row, the first of equal ones; -1 if the largest logit is not finite."""
+    """Write each row's likeliest token, the first of equal ones, to tokens_S; -1 if the largest logit is not finite."""
     tokens_S.copy_(functions.likeliest(logits_SV))
 
 
@@ -329,22 +333,20 @@ def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:
 
 
 def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yield the matrices of a stack, each joined from its row blocks and cut to `rows` rows."""
+    """Yield the matrices of a stack, each joined from its row blocks, listed in `table`, and cut to `rows` rows."""
     count = table.shape[1]
     for start in range(0, len(blocks), count):
         yield torch.cat(blocks[start : start + count])[:rows]
 
 
 def _rows(starts_E: Tensor) -> Iterator[slice]:
-    """Yield the slice of rows of each expert or sequence, given their first rows and the number of all rows."""
+    """Yield the range of rows of each expert or sequence; starts_E: their first rows, then the number of rows."""
     starts = starts_E.tolist()
     return map(slice, starts[:-1], starts[1:])
 
 
 def _slots(table: Tensor, sequences: int, block: int) -> Iterator[Tensor]:
-    """Yield, for each sequence, the slots of its tokens in the KV cache, int64; `table` and `block` are as for
-    `attend`.
-    """
+    """Yield each sequence's slots in the KV cache, one for each token, int64; table, block: as for `attend`."""
     lengths, places = table[: 2 * sequences].view(2, -1).tolist()
     for length, place in zip(lengths, places, strict=True):
         first = 2 * sequences + place

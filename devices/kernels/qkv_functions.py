@@ -23,9 +23,7 @@ def rotary_angles(positions_T: Tensor, attention: GroupedAttention) -> tuple[Ten
 
 
 def rotary_frequencies(attention: GroupedAttention, device: torch.device) -> Tensor:
-    """Return the angle in radians by which each pair of a head's rotated entries turns per position: (w / 2),
-    float32.
-    """
+    """Return the angle in radians by which each rotated pair of a head's entries turns per position: (w / 2)."""
     rotary, head_dim = attention.rotary, attention.head_dim
     width = rotary.turning(head_dim)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
@@ -79,7 +77,7 @@ def project_qkv(
 
 
 def qkv_bias(weights: Mapping[str, Blocks], attention: GroupedAttention) -> Tensor | None:
-    """Return the bias of queries, keys and values (X), zero for projections that have none; None if none has one."""
+    """Return a layer's bias (X) of queries, keys and values, zero for those that have none; None if all have none."""
     widths = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     biases = {name: weights[f"{name}_bias"][0] for name in widths if name in attention.biases}
     if not biases:

@@ -1,6 +1,4 @@
-"""The resources that a torch device gives to each kernel: model, dtype, device, threads, and functions of
-the device.
-"""
+"""The resources that a torch device gives to each kernel: model, dtype, device, threads, functions of the device."""
 
 from __future__ import annotations
 
@@ -33,12 +31,12 @@ and the memory that it is bound to.
 
 
 def host_upload(numbers: Sequence[int], into: torch.Tensor) -> None:
-    """Copy numbers to the first entries of an int64 tensor on the host: the `Resources.upload` of the CPU."""
+    """Copy numbers to the first entries of `into`, an int64 tensor on the host: the `Resources.upload` of the CPU."""
     into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
 def uncaptured(run: Bound, operation: str, memory: Workspace) -> Bound:
-    """Return the bound kernel unchanged: the `Resources.captured` of devices that replay no graphs."""
+    """Return `run` unchanged, ignoring the rest: the `Resources.captured` of devices that replay no graphs."""
     return run
 
 

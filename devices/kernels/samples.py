@@ -40,7 +40,7 @@ class Sample(NamedTuple):
     exact: Tensor
 
     def plain(self, dtype: torch.dtype) -> Weights:
-        """Return a copy of the weights in which coded blocks are decoded and rounded to a dtype."""
+        """Return a copy of the weights in which quantized blocks are decoded and rounded to a dtype."""
         blocks = {name: [plain_block(block, dtype) for block in each] for name, each in self.weights.items()}
         return Weights(blocks, self.weights.layer)
 
@@ -54,8 +54,8 @@ class Cut(NamedTuple):
 
     Attributes:
         blocks: number of row blocks.
-        coded: coded format of the blocks; None for plain ones. Routers, and matrices that the format does not fit, are
-            plain.
+        coded: quantized format of the blocks; None for plain ones. Routers, and matrices that do not fit the format,
+            are plain.
     """
 
     blocks: int
@@ -70,7 +70,7 @@ class Cut(NamedTuple):
 
 
 def coded_block(rows_ND: Tensor, stored: StoredFormat) -> Coded:
-    """Encode rows (N, D) in a format."""
+    """Quantize rows (N, D) to a storage format."""
     raw = torch.from_numpy(encoded(rows_ND.float().numpy().reshape(-1), stored))
     return Coded(raw.view(len(rows_ND), -1), stored)
 

@@ -194,9 +194,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def refusal(self, case: Case) -> str:
-        """Return the reason why the kernel does not take a case of its operation; an empty text if it takes
-        the case.
-        """
+        """Return the reason why the kernel does not take a case of its operation; empty if it takes the case."""
 
     @classmethod
     def problem(cls) -> str | None:

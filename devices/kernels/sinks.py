@@ -24,7 +24,8 @@ def attend_with_sinks(
     """Attend causally from the last tokens of S sequences, each over its own keys and values: (T, H * d).
 
     sinks_H: the score of each head's sink. q_THd: the new tokens, equally many of each sequence, one sequence after the
-    other. window, scale: as for `attention_functions.attention`.
+    other. window: number of tokens that a query sees, itself included; None for all earlier ones. scale: factor on the
+    scores; None for 1 / sqrt(d).
     """
     queries = q_THd.chunk(len(keys_SLKd))
     parts = [
@@ -60,7 +61,7 @@ def _attend(
 
 
 def _tile(sinks_H: Tensor, q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, hidden_TL: Tensor) -> Tensor:
-    """Attend from scaled float32 queries of one sequence; returns (T, H * d).
+    """Attend from scaled float32 queries of one sequence to its keys and values, with sinks; returns (T, H * d).
 
     hidden_TL: True where a query does not see a token.
     """

@@ -33,7 +33,7 @@ class KernelTable:
             self.add(row)
 
     def add(self, row: Kernel) -> None:
-        """Append a kernel.
+        """Append a kernel to the kernels for its operation.
 
         Raises:
             BadInput: the kernel's operation does not exist, or has a kernel of this name already.
@@ -87,9 +87,7 @@ class KernelTable:
         return self.bound_to(self.require(case), case, weights, memory)
 
     def bound_to(self, kernel: Kernel, case: Case, weights: Any, memory: Workspace = NOTHING) -> Bound:
-        """Bind a kernel to weights and memory, and list its name in `used`; returns the function that computes the
-        case.
-        """
+        """Bind a kernel to weights and memory, and list its name in `used`; returns the bound kernel, a function."""
         self._used.setdefault(case.operation, {})[kernel.name] = None
         return kernel.bind(case, weights, memory)
 

@@ -47,7 +47,7 @@ class TimedProducts:
             self._native.close()
 
     def of_rows(self, matrices: list[torch.Tensor], *, packed: bool) -> Callable[[int], Call]:
-        """Return a function that, given a number of rows, makes a product with matrices (N, D), stored row by row.
+        """Return a function from a number of rows to a call that multiplies them by matrices (N, D), stored row by row.
 
         packed: True if torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
         """
@@ -65,7 +65,7 @@ class TimedProducts:
         return of_rows
 
     def of_columns(self, matrices: list[torch.Tensor]) -> Callable[[int], Call]:
-        """Return a function that, given a number of rows, makes a product with matrices (N, D), stored transposed."""
+        """Return a function from a number of rows to a call that multiplies them by matrices stored transposed."""
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         turns = cycle([[matrix] for matrix in matrices])
 
@@ -79,7 +79,7 @@ class TimedProducts:
         return of_rows
 
     def of_coded_rows(self, matrices: list[Coded], inputs: int, dtype: torch.dtype) -> Callable[[int], Call]:
-        """Return a function that, given a number of rows, makes a product with coded matrices of one format.
+        """Return a function that, given a number of rows, makes a product with quantized matrices of one format.
 
         inputs: number of entries in a row of x. dtype: dtype of x.
         """

@@ -52,9 +52,10 @@ class TorchKernels(Binder):
     Args:
         device: device of the accelerator's tensors.
         choice: kernels for few rows on the CPU: `auto`, `torch`, or an instruction set of the native kernels.
-        own: third-party kernels: classes, or names as for `moesched.plugins.find`.
+        own: third-party kernels: classes, or names such as `file.py:Class`.
         cores: number of cores for kernels on the CPU.
-        pin, left: as for `NativeKernels`.
+        pin: whether each thread of the native kernels is pinned to a core. left: number of cores kept free of these
+            threads.
         use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
 
     Attributes:
@@ -112,7 +113,9 @@ class TorchKernels(Binder):
         Args:
             rows_an_expert: mean number of rows of an expert in a decode step, which decides if resident weights are
                 packed.
-            device, indices, upload, captured: as for `Resources`.
+            device: device of the accelerator's tensors.
+            indices, upload, captured: functions that make an int64 tensor on that device, copy numbers to it, and let a
+                GPU replay the calls of a kernel.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights
@@ -166,13 +169,11 @@ class TorchKernels(Binder):
 
     @property
     def arranges(self) -> bool:
-        """True if resident weights are packed for oneDNN or copied to a GPU after they were read."""
+        """True if resident weights, once read, are packed for oneDNN or copied to a GPU."""
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
-        """Copy a resident tensor to a device, packed for oneDNN where that makes products faster; `name` is the
-        tensor's name.
-        """
+        """Copy the resident tensor `name` to a device, packed for oneDNN where that makes products faster."""
         if isinstance(tensor, Coded):
             return tensor.copied(device)
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
@@ -218,7 +219,7 @@ def kernel_rows() -> list[KernelRow]:
 
 
 def fill(table: KernelTable, resources: Resources) -> None:
-    """Add the shipped kernels to a table: native ones if the resources have threads, for coded weights, and torch's."""
+    """Add the shipped kernels to a table: native ones if there are threads, ones for quantized weights, and torch's."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
     for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))
@@ -228,7 +229,7 @@ def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
     """Return the most rows for which the native kernels, rather than torch, multiply by plain weights; 0 for never.
 
     Args:
-        choice: `auto`, `torch`, or an instruction set.
+        choice: `auto`, `torch`, or an instruction set. dtype: the model's.
         shape: shape of the matrices that hold most weights.
         packed: True if torch would multiply by packed weights.
     """
@@ -242,7 +243,8 @@ def open_native(
 ) -> NativeKernels | None:
     """Start the native kernels' threads for products of up to `rows` rows; returns None if torch computes everything.
 
-    choice: `auto`, `torch`, or an instruction set. cores: number of threads. pin, left: as for `NativeKernels`.
+    choice: `auto`, `torch`, or an instruction set. cores: number of threads. pin: whether each thread is pinned to a
+    core. left: number of cores kept free of these threads.
     """
     if choice == TORCH or not instruction_sets():
         return None

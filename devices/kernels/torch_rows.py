@@ -34,9 +34,7 @@ class TorchKernel(Kernel):
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
-        """Return the function that multiplies rows by the single matrix in these weights, from the first kernel that
-        takes it.
-        """
+        """Return the function that multiplies rows by the only matrix of `weights`: the first kernel that takes it."""
         formats = weights.formats(OPERATIONS["product"])
         inner = case._replace(operation="product", formats=formats)
         return self._resources.table.bind(inner, weights)
@@ -64,29 +62,25 @@ class PlainKernel(TorchKernel):
     takes = "plain weights"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why coded weights are refused; empty for plain weights."""
+        """Return the reason why quantized ("coded") weights are refused; empty for plain weights."""
         return "it reads plain weights" if case.formats & CODED else ""
 
 
 class TorchEmbed(PlainKernel):
-    """Looks up the embeddings of tokens, and computes the cosines and sines of the rotary embedding for their
-    positions.
-    """
+    """Looks up the embeddings of tokens, and computes cosines and sines of rotary angles for their positions."""
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
 
-        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
-        which only Triton kernels read.
+        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache, which only
+        Triton kernels read.
         """
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
-        """Return the function of the operation embed, given a function from token ids (T) to their
-        embeddings (T, D).
-        """
+        """Return the function of the operation embed; look_up: a function from token ids (T) to embeddings (T, D)."""
         return Inferring(partial(self._embed, look_up))
 
     def _embed(
@@ -218,9 +212,7 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> RouterOutput:
-    """Normalise hidden states; each token gets the only expert with weight 1, or no expert in a layer without
-    experts.
-    """
+    """Normalise hidden states; the only expert gets every token with weight 1, or in a layer without experts none."""
     x_TD = norm(hidden_TD)
     ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
     return RouterOutput(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
@@ -244,9 +236,7 @@ class TorchExpert(PlainKernel):
     takes = "plain weights of experts without biases"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why coded weights, or experts other than three matrices with SiLU, are refused; else
-        empty.
-        """
+        """Return the reason why quantized weights, or experts unlike three matrices with SiLU, are refused; else ""."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
@@ -281,9 +271,7 @@ def _combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Ten
 
 
 class TorchLogits(TorchKernel):
-    """Applies the last norm and the LM head, which gives logits; on the CPU, cores may compute different blocks at
-    once.
-    """
+    """Applies the last norm and the LM head, which gives logits; on the CPU, cores may compute blocks side by side."""
 
     operation = "logits"
 
@@ -338,9 +326,7 @@ class TorchGreedy(TorchKernel):
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why the CPU is refused, where the verb `sample` finds the likeliest token; empty for
-        GPUs.
-        """
+        """Return the reason why the CPU is refused, on which `sample` finds the likeliest token; empty for GPUs."""
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:

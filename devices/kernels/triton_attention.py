@@ -13,7 +13,7 @@ from .triton_tiles import dot, group_of, normed, rounded, statistics, tile_of, t
 
 @triton.jit
 def norm(hidden_TD, norm_D, x_TD, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """Normalise one token by its root mean square, or, with LAYER, by mean and variance, and store the result in x."""
+    """Normalise a token by its root mean square, with LAYER by mean and variance, into x; see `operators.norm`."""
     row = tl.program_id(0).to(tl.int64) * width
     mean, scale = statistics(hidden_TD + row, width, eps, LAYER, WIDTH)
     d = tl.arange(0, WIDTH)
@@ -46,10 +46,10 @@ def attention_inputs(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Project some tokens to some pairs of numbers of one head, rotate pairs of queries and keys, and store them in q,
-    k or v.
+    """Project some tokens to some pairs of entries of one head, rotate pairs of queries and keys, and store q, k or v.
 
-    Rows i and i + d/2 of the head's matrix make a pair; with INTERLEAVED rows 2i and 2i + 1.
+    Rows i and i + d/2 of the head's matrix make a pair; with INTERLEAVED rows 2i and 2i + 1. See
+    `operators.attention_inputs`.
     """
     dtype: tl.constexpr = x_TD.dtype.element_ty
     parts: tl.constexpr = (HALF + OUTPUTS - 1) // OUTPUTS
@@ -115,9 +115,9 @@ def attention_inputs(
 
 @triton.jit
 def added(scores, value, peak, total, attended):
-    """Add more tokens, by their scores and values, to the running softmax of some queries.
+    """Add more tokens, by their scores and values, to the running softmax of some queries (peak, total, attended).
 
-    Returns three results for each query: its largest score so far (peak), the sum of exp(score - peak), and the sum of
+    Returns the three new results for each query: its largest score so far, the sum of exp(score - peak), and the sum of
     exp(score - peak) * value.
     """
     higher = tl.maximum(peak, tl.max(scores, 1))
@@ -169,8 +169,8 @@ def attend(
 ):
     """Attend from one new token over one part of its sequence, for the query heads that share a key-value head.
 
-    The program for the last part also stores the token's key and value in the KV cache. Parts begin at multiples of
-    SPLIT, so that the bits of results depend on the sequence alone.
+    Arguments are as for `operators.attend`. The program for the last part also stores the token's key and value in the
+    KV cache. Parts begin at multiples of SPLIT, so that the bits of results depend on the sequence alone.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -232,10 +232,10 @@ def attend_prompts(
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Attend from a tile of new tokens of one sequence, for one head, over the sequence's cached tokens and the new
-    ones.
+    """Attend from a tile of new tokens of one sequence, for one head, over the sequence's cached and new tokens.
 
-    Tiles of cached tokens begin at multiples of TOKENS; tokens that a query does not see add nothing to its result.
+    Arguments are as for `operators.attend_prompts`. Tiles of cached tokens begin at multiples of TOKENS; tokens that a
+    query does not see add nothing to its result.
     """
     head = tl.program_id(0)
     sequence, row, stop = group_of(starts_S, tl.program_id(1), sequences, QUERIES, SEQUENCES)
@@ -277,9 +277,7 @@ def join_parts(
     HEAD_TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Combine the results of `attend` for one head over all parts of a sequence, in order, into attention over the
-    sequence.
-    """
+    """Combine the results of `attend` for one head over all parts of a sequence; see `operators.join_parts`."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, HEAD_TILE)
     first = (sequence * HEADS + head) * most_parts

@@ -1,6 +1,4 @@
-"""The kernels of the kernel table that Triton computes before the experts: projections, and attention over the KV
-cache.
-"""
+"""The kernel table's kernels in Triton that come before the experts: projections, and attention over the KV cache."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ class TritonAttention(TritonKernel):
         return self._decode_step(case, memory) if case.decodes else self._prompts(case, weights, memory)
 
     def _prompts(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the attention function for any number of new tokens in each sequence."""
+        """Return the function that `bind` returns, for any number of new tokens in each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         window = attention.window or operators.UNLIMITED
@@ -105,7 +103,7 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _decode_step(self, case: Case, memory: Workspace) -> Bound:
-        """Return the attention function for one new token in each sequence."""
+        """Return the function that `bind` returns, for one new token in each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         heads, head_dim = attention.heads, attention.head_dim
@@ -116,9 +114,7 @@ class TritonAttention(TritonKernel):
 
         @lru_cache(maxsize=1)
         def parts(count: int) -> list[Tensor]:
-            """Return memory for the results of `operators.attend` for `count` parts of a sequence: sums, peaks,
-            weighted values.
-            """
+            """Return memory for the results of `operators.attend` for `count` parts: sums, peaks, weighted values."""
             return [
                 self._scratch(memory, name, case.rows, heads, count, *width, dtype=torch.float32)
                 for name, width in (("sums", ()), ("peaks", ()), ("parts", (head_dim,)))
@@ -139,16 +135,14 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _uploaded(self, memory: Workspace, numbers: Sequence[int]) -> Tensor:
-        """Copy numbers to an int64 tensor on the accelerator, whose address stays the same while sequences grow."""
+        """Return numbers as an int64 tensor of `memory` on the accelerator; its address stays while sequences grow."""
         table = self._result(memory, "blocks", power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table
 
 
 def parts_of(step: Any) -> int:
-    """Return the number of parts that attention cuts the longest sequence of a step into, rounded up to a
-    power of two.
-    """
+    """Return the number of parts that attention cuts a step's longest sequence into, rounded up to a power of two."""
     return power_of_two(-(-max(step.in_blocks.lengths) // PART_TOKENS))
 
 
@@ -177,9 +171,7 @@ class TritonPromptAttention(TritonKernel):
     def _attend_view(
         self, window: int, view: attention_functions.KVView, q_THd: Tensor, out_TX: Tensor
     ) -> None:
-        """Attend over a view, as if it were a KV cache in which each sequence has one block; the result is written to
-        out_TX.
-        """
+        """Attend over a view, as if over a KV cache with one block for each sequence; write the result to out_TX."""
         sequences, length, kv_heads, head_dim = view.keys_SLKd.shape
         block = view.keys_SLKd.stride(0) // (kv_heads * head_dim) if sequences > 1 else length
         slots = (sequences - 1) * block + length

@@ -25,9 +25,7 @@ def embed(
     HALF_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy some columns of one token's embedding; the token's first program also computes cosines and sines for its
-    position.
-    """
+    """Copy some columns of a token's embedding; the first program of each token also computes the token's angles."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(embedding_VD + tl.load(ids_T + t) * width + d, d < width)
@@ -56,7 +54,7 @@ def logits(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute the logits of a tile of rows for a tile of the vocabulary, rounded to the dtype of x."""
+    """Compute the logits of a tile of rows of x for a tile of the vocabulary; see `operators.logits`."""
     tile, part = tile_of(tl.program_id(0), tl.cdiv(sequences, ROWS), tl.cdiv(vocabulary, OUTPUTS))
     s = tile * ROWS + tl.arange(0, ROWS)
     v = part * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -70,7 +68,7 @@ def logits(
 
 @triton.jit
 def likeliest(logits_SV, tokens_S, vocabulary, COLUMNS: tl.constexpr):
-    """Find the likeliest token of one row, the first of equals; -1 if a logit is NaN or the largest is not finite."""
+    """Find the likeliest token of one row, the first of equal ones; -1 if a logit is NaN or the largest not finite."""
     s = tl.program_id(0).to(tl.int64)
     largest = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
     first = tl.full((COLUMNS,), 0, dtype=tl.int32)

@@ -35,7 +35,7 @@ def output_projection(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Multiply a tile of rows by a tile of rows of a matrix (D, X), add the residual, and store the outputs."""
+    """Multiply rows of x by rows of a matrix, for one tile, and add the residual; see `operators.output_projection`."""
     tile, part = tile_of(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.cdiv(width, OUTPUTS))
     t = tile * ROWS + tl.arange(0, ROWS)
     n = part * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -66,7 +66,7 @@ def route(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Normalise one token, compute its router's logits, float32, and choose its experts, ascending, with weights."""
+    """Normalise a token, compute its router logits, and choose its experts with weights; see `operators.route`."""
     dtype: tl.constexpr = hidden_TD.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     row_D = hidden_TD + t * width
@@ -107,8 +107,7 @@ def sort_rows(
     READ: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Find the places of PAIRS pairs of token and expert in the order by expert; the first program also stores
-    `starts_E`.
+    """Find the rows of PAIRS pairs of token and expert in the order by expert; the first program stores `starts_E`.
 
     A pair's row is the number of pairs of lower experts, plus the number of earlier pairs of the pair's own expert.
     Pairs of earlier programs are counted by a histogram, pairs of this program are compared one by one.
@@ -158,9 +157,7 @@ def gate_and_up(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute silu(gate x) * up x for a tile of one expert's rows and outputs; with OBSERVED, store silu(gate
-    x), too.
-    """
+    """Compute silu(gate x) * up x for a tile of one expert's rows and outputs; see `operators.gate_and_up`."""
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(intermediate, OUTPUTS))
     expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:
@@ -210,7 +207,7 @@ def down(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Multiply a tile of one expert's rows by a tile of rows of the expert's matrix down."""
+    """Multiply a tile of one expert's rows by a tile of rows of the expert's matrix down; see `operators.down`."""
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(width, OUTPUTS))
     expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:
@@ -229,7 +226,7 @@ def down(
 def combine(
     y_nD, rows_Tk, weights_Tk, residual_TD, out_TD, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Add one token's weighted expert outputs, by ascending expert, and the residual, for some columns; round once."""
+    """Add one token's weighted expert outputs, by ascending expert, to the residual, for some columns; rounds once."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)

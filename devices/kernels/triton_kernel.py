@@ -77,7 +77,7 @@ class TritonKernel(Kernel):
         return ""
 
     def _captured(self, run: Bound, memory: Workspace) -> Bound:
-        """Wrap a function so that the GPU replays its launches as a graph, on a device that can do that."""
+        """Wrap `run`, which writes to `memory`, so that the GPU replays its launches as a graph, if the device can."""
         return self._capture(run, self.operation, memory)
 
     def _result(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,15 +85,11 @@ class TritonKernel(Kernel):
         return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _scratch(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of this name and shape in the memory for intermediate results; dtype None for hidden
-        states' dtype.
-        """
+        """Return the tensor of this name and shape for intermediate results; dtype None for hidden states' dtype."""
         return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _normed(self, norm_D: Tensor, rows: int, memory: Workspace) -> Callable[[Tensor], Tensor]:
-        """Return the function that normalises hidden states: (hidden_TD) -> x_TD; later calls of any norm
-        overwrite x.
-        """
+        """Return the function (hidden_TD) -> x_TD that normalises `rows` tokens; later calls of a norm overwrite x."""
         x_TD = self._scratch(memory, "normed", rows, self._config.hidden)
         settings = self._config.norm_eps, self._layer_norm
 
@@ -104,7 +100,7 @@ class TritonKernel(Kernel):
         return normed
 
     def _matrix(self, *matrices: Blocks) -> Matrix:
-        """Describe a matrix, or a stack of matrices, each given as row blocks, in the form that operators take."""
+        """Describe a matrix, given as row blocks, or a stack of such matrices, in the form that operators take."""
         most = max(map(len, matrices))
         numbers: list[int] = []
         for blocks in matrices:

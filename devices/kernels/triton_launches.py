@@ -375,8 +375,7 @@ def _programs(tile: Tile, rows: int, outputs: int) -> int:
 
 
 def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, int, dict[str, Any]]:
-    """Choose the tile for a product of all experts' rows; returns the tile, the number of tiles, and the launch's
-    arguments.
+    """Choose the tile for a product of all experts' rows; returns it, the number of tiles, and the launch's arguments.
 
     The host does not know the number of rows of each expert, so the tile holds twice their mean, and the number of
     tiles is the most that the rows can need.
@@ -389,8 +388,6 @@ def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, in
 
 
 def _heads(heads: int, head_dim: int, split: int) -> dict[str, Any]:
-    """Return the compile-time arguments of a kernel of decode attention: numbers of heads, sizes of a head, tokens in a
-    part.
-    """
+    """Return compile-time arguments for kernels of decode attention: numbers of heads, head sizes, tokens in a part."""
     tile = triton.next_power_of_2(max(head_dim, 16))
     return {"HEADS": heads, "HEAD": head_dim, "HEAD_TILE": tile, "SPLIT": split}

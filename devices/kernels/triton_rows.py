@@ -38,9 +38,7 @@ GROUPED_BYTES = 1 << 13
 
 
 class TritonEmbed(TritonKernel):
-    """Looks up the embeddings of tokens, and computes the cosines and sines of the rotary embedding for their
-    positions.
-    """
+    """Looks up the embeddings of tokens, and computes cosines and sines of rotary angles for their positions."""
 
     operation = "embed"
 
@@ -50,17 +48,15 @@ class TritonEmbed(TritonKernel):
         return qkv_functions.rotary_frequencies(self._config.attention, self._device)
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: a factor on cosines and sines, or a reason of `TritonKernel`; else
-        empty.
-        """
+        """Return the reason why a case is refused: scaled cosines and sines, or a reason of `TritonKernel`; else ""."""
         plain = self._config.attention.rotary.magnitude == 1
         return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
 
-        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
-        which only Triton kernels read.
+        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache; the function
+        copies these to the GPU.
         """
         attention = self._config.attention
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
@@ -77,7 +73,7 @@ class TritonEmbed(TritonKernel):
 
         @lru_cache(maxsize=1)
         def places(*lengths: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            """Return a GPU tensor for a step's ids, positions and block tables, and its parts, of these lengths."""
+            """Return an int64 GPU tensor for all integers of a step, and its consecutive parts of these lengths."""
             numbers = self._result(memory, "numbers", sum(lengths), dtype=torch.int64)
             return numbers, numbers.split(lengths)
 
@@ -218,8 +214,7 @@ class TritonMoELayer(TritonKernel):
         return self._route.refusal(case) or shared
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
-        gated_nI.
+        """Return the function of a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, gated_nI.
 
         The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
         weighted sum. experts_Tk: each token's experts. gated_nI: the experts' activations in `TritonObservedLayer`,
@@ -249,9 +244,7 @@ class TritonMoELayer(TritonKernel):
         return self._captured(run, memory)
 
     def _gated(self, rows: int, intermediate: int, memory: Workspace) -> Tensor | None:
-        """Return memory for the activations of experts (rows, I), float32; None in a kernel that does not report
-        them.
-        """
+        """Return memory for experts' activations (rows, I), float32; None in a kernel that does not report them."""
         return None
 
     def _experts(
@@ -296,9 +289,7 @@ class TritonObservedLayer(TritonMoELayer):
     operation = "observed_moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: too many tokens for a micro-batch's memory, or a reason of
-        `TritonMoELayer`; empty if the kernel takes the case.
-        """
+        """Return the reason why a case is refused: too many tokens, or a reason of `TritonMoELayer`; else ""."""
         few = case.rows <= KEPT_ROWS and case.rows * DTYPES[case.dtype] <= GROUPED_BYTES // _top_k(case)
         return super().refusal(case) or ("" if few else f"it takes up to {KEPT_ROWS} rows in one part")
 
@@ -385,8 +376,8 @@ def _top_k(case: Case) -> int:
 
 
 def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
-    """Return a step's arrays for the GPU, the table extended by zeros until its length is a power of two.
+    """Return the arrays of integers of a step, the first (`table`) extended by zeros to a power of two of entries.
 
-    So the numbers keep their places in a tensor while sequences grow, and a graph that reads them can be replayed.
+    So the integers keep their places in a GPU tensor while sequences grow, and a graph that reads them can be replayed.
     """
     return [table + array("q", [0]) * (power_of_two(len(table)) - len(table)), *others]

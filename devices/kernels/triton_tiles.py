@@ -41,7 +41,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_of(program, row_tiles, output_tiles):
-    """Return the indices of the tile of rows and of the tile of outputs that a program computes.
+    """Return the index of the tile of rows, and of the tile of outputs, that a program computes.
 
     Successive programs get tiles with common rows and outputs, so that both are found in caches.
     """
@@ -53,8 +53,7 @@ def tile_of(program, row_tiles, output_tiles):
 
 @triton.jit
 def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Return the group of a tile of rows, the tile's first row, and the group's end; zeros for a tile beyond the last
-    group.
+    """Return the group of a tile of rows, the tile's first row, and the group's end; zeros beyond the last group.
 
     A group is the rows of an expert or of a sequence. `starts` has the first row of each group, and then the number of
     rows.
@@ -75,9 +74,7 @@ def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mean of a row and 1 / its standard deviation; for RMS norm (LAYER False), 0 and 1 / its root mean
-    square.
-    """
+    """Return the mean of a row and 1 / its standard deviation; with LAYER False 0 and 1 / its root mean square."""
     d = tl.arange(0, WIDTH)
     x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     mean = tl.sum(x, 0) / width if LAYER else 0.0
@@ -87,9 +84,7 @@ def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def normed(row_D, norm_D, d, width, mean, scale):
-    """Return the entries with indices d of a row, normalised by mean and scale, times the norm's weight, in the row's
-    dtype.
-    """
+    """Return entries d of a row, normalised by mean and scale, times the norm's weight, in the row's dtype."""
     x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     weight = tl.load(norm_D + d, d < width, 0.0).to(tl.float32)
     return rounded((x - mean) * scale * weight, row_D.dtype.element_ty)
@@ -97,7 +92,7 @@ def normed(row_D, norm_D, d, width, mean, scale):
 
 @triton.jit
 def block_of(table, row, BLOCKS: tl.constexpr):
-    """Return the index of the row block that holds the row with index `row` of a matrix."""
+    """Return the index of the row block that holds row `row` of a matrix; table: each block's first row and address."""
     block = 0
     for later in tl.static_range(1, BLOCKS):
         block += (row >= tl.load(table + 2 * later)).to(tl.int32)
@@ -122,9 +117,7 @@ def rows_in(
     DTYPE: tl.constexpr,
     STEP: tl.constexpr = 1,
 ):
-    """Return pointers to the rows of a tile, every STEP-th row from `first` to `stop`, and a mask of rows in this row
-    block.
-    """
+    """Return pointers to every STEP-th row of a matrix from `first` to `stop`, and a mask of rows in a row block."""
     begin = tl.load(table + 2 * block, block < BLOCKS, stop)
     end = tl.load(table + 2 * block + 2, block + 1 < BLOCKS, stop)
     address = tl.load(table + 2 * block + 1, block < BLOCKS, 0).to(tl.pointer_type(DTYPE), bitcast=True)
@@ -158,7 +151,8 @@ def product(
 ):
     """Multiply OUTPUTS rows of a matrix, from `first` on, by the rows t of x; returns a tile (outputs, rows), float32.
 
-    wanted: mask of the rows t to load. rows: number of rows of the matrix. width: number of inputs.
+    wanted: mask of the rows t to load. table: first row and address of each row block of the matrix. rows: number of
+    rows of the matrix. width: number of inputs.
     """
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     stop = tl.minimum(first + OUTPUTS, rows)

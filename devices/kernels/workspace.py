@@ -19,7 +19,7 @@ MOST_BOUND = 2048
 class Scratch:
     """Tensors by name for intermediate results of kernels; all micro-batches share them.
 
-    Kernels that use them must run one after the other, on one stream or thread.
+    Kernels that use these tensors must run one after the other, on one stream or thread.
     """
 
     def __init__(self) -> None:
@@ -28,9 +28,7 @@ class Scratch:
     def tensor(
         self, name: str, *shape: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Return a tensor of this shape in the memory of this name, which grows to the largest shape; contents are
-        undefined.
-        """
+        """Return a tensor of this shape in the memory of this name, which grows as needed; contents are undefined."""
         size = math.prod(shape)
         found = self._tensors.get(name)
         if found is None or len(found) < size:
@@ -48,7 +46,7 @@ class Workspace:
 
     Attributes:
         rows: number of tokens in the step.
-        kept: True if a micro-batch keeps this memory, and the kernels bound to it, for later steps.
+        kept: True if a micro-batch keeps this memory and the kernels bound to it for later steps.
         scratch: memory for intermediate results.
         bound: function that returns the bound kernel kept under a key, or None if there is none.
         decodes: True in a decode step.
@@ -73,7 +71,7 @@ class Workspace:
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Return the tensor of this name; a call with a new name or another shape allocates it.
+        """Return the tensor of this name, shape and dtype; a call with a new name or another shape allocates it.
 
         zero: True to fill the tensor with zeros when it is allocated. device: None for the host.
         """
@@ -83,9 +81,7 @@ class Workspace:
         return found
 
     def keep(self, key: Hashable, bound: Bound) -> None:
-        """Keep a bound kernel under a key for the next steps, if a micro-batch keeps this memory;
-        otherwise do nothing.
-        """
+        """Keep a bound kernel under a key for the next steps; does nothing unless a micro-batch keeps this memory."""
         if self.kept:
             if len(self._bound) >= MOST_BOUND:
                 self._bound.clear()
@@ -93,9 +89,7 @@ class Workspace:
 
 
 class SharedMemory(Workspace):
-    """Workspace whose tensors lie in the scratch, where the next user overwrites them, except tensors given to the
-    constructor.
-    """
+    """A workspace whose tensors lie in the scratch, where the next user overwrites them; given `tensors` do not."""
 
     def tensor(
         self,

@@ -1,4 +1,4 @@
-"""A capture: the work that a stream records for an imitated CUDA graph, and the calls that CUDA forbids meanwhile."""
+"""Captures: the work that a stream records for an imitated CUDA graph, and the calls that CUDA forbids meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class InPool(Protocol):
-    """A block of GPU memory that knows where it was allocated.
+    """The interface of a block of GPU memory that knows the memory pool that it is from.
 
     Attributes:
         pool: the memory pool of CUDA graphs that the block was taken from; None for ordinary memory.
@@ -45,7 +45,7 @@ class Capture:
         return threading.get_ident() == self._thread
 
     def forbids(self) -> bool:
-        """Test whether this capture forbids the calling thread to make calls that CUDA counts as unsafe."""
+        """Test whether this capture forbids the calling thread to make unsafe calls, such as allocations."""
         return self._mode == "global" or self.is_of_this_thread()
 
     def refused(self, why: str = "") -> RuntimeError:
@@ -57,5 +57,5 @@ class Capture:
         return RuntimeError(f"CUDA error: operation not permitted when stream is capturing{why}")
 
     def freed(self) -> bool:
-        """Test whether memory outside of the pool that captured work uses was freed since the capture."""
+        """Test whether memory outside of the capture's pool was freed although captured work uses this memory."""
         return any(block() is None for block in self._blocks)

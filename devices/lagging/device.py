@@ -87,7 +87,7 @@ class LaggingDevice(TorchDevice):
 
     Args:
         gpu: the imitated GPUs; None makes one GPU with seed 0. Devices for several ranks get the same object.
-        kernel: the choice of kernels on the host, as for `TorchDevice`.
+        kernel: the kernels on the host: "auto", "torch", or the name of an instruction set.
         triton: whether operators that have Triton kernels on CUDA are tried before other kernels; here they run their
             reference code in torch.
     """

@@ -40,7 +40,7 @@ class GraphPool:
 
     @property
     def is_live(self) -> bool:
-        """True while a graph uses the pool."""
+        """True while a graph uses the pool, which keeps torch from freeing its memory."""
         return len(self._graphs) > 0
 
 

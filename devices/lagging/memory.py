@@ -61,7 +61,7 @@ class GpuMemory:
         self._freed: deque[tuple[Piece, int]] = deque()
 
     def allocate(self, nbytes: int, stream: LaggingStream) -> Block:
-        """Allocate `nbytes` bytes for a stream, and queue work on the stream that fills the block with POISON.
+        """Allocate `nbytes` bytes for a stream; queued work of the stream fills them with POISON (bytes 0xFF).
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory.

@@ -73,7 +73,7 @@ class PinnedMemory:
         return 0
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Make a tensor of this size in page-locked memory, filled with POISON."""
+        """Make a tensor of this size and dtype in page-locked memory, filled with POISON (bytes 0xFF)."""
         items = max(1, int(np.prod(size)))
         memory = np.full(items * dtype.itemsize + ROUNDING, POISON, np.uint8)
         weakref.finalize(memory, self._cached.pop, memory.ctypes.data)

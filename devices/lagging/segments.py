@@ -116,7 +116,7 @@ class Segments:
         return piece
 
     def give_back(self, piece: Piece) -> None:
-        """Mark a block's memory as free, and join it with adjacent free pieces."""
+        """Mark a block's memory as free, and join it with adjacent free pieces of its segment."""
         unused = self._free[piece.pool]
         if piece.behind is not None and piece.behind.free:
             unused.remove(piece.behind)

@@ -61,7 +61,7 @@ class LaggingStream:
         self._gpu = gpu
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Append a piece of work to the queue, or to the capture."""
+        """Append a piece of work to the queue, or to the capture while the stream captures."""
         if self.capture is not None:
             self.capture.works.append(work)
         else:
@@ -94,14 +94,14 @@ class LaggingStream:
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
-        """Test whether the first item of the queue may run."""
+        """Test whether the first item of the queue may run: it waits for no event, or its event has happened."""
         if not self.queue:
             return False
         head = self.queue[0]
         return not head.waits or head.event is None or head.event.happened >= head.version
 
     def run_head(self) -> None:
-        """Run the first item of the queue, which must be ready."""
+        """Run the first item of the queue; `is_ready` must be true."""
         head = self.queue.popleft()
         if head.work is not None:
             self._gpu.run(head.work)
@@ -231,7 +231,7 @@ class Gpu:
         return self.current_of(self.number)
 
     def current_of(self, number: int) -> LaggingStream:
-        """Return the thread's current stream on GPU `number`: the stream chosen by `on`, else the default stream."""
+        """Return the thread's current stream on GPU `number`: the stream chosen by `on`, or else the default stream."""
         chosen: LaggingStream | None = getattr(self._threads, f"stream {number}", None)
         if chosen is not None:
             return chosen
@@ -327,7 +327,7 @@ class Gpu:
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run all ready work of some streams; each stream is chosen with the probability `eagerness`."""
+        """Run all ready work of some streams, each of which is chosen with its probability `eagerness`."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -136,7 +136,7 @@ class Operations:
             return self._queue(func, name, args, kwargs, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out a call that has no GPU tensor among its arguments; the result may be a new tensor on a GPU."""
+        """Carry out a call `func(*args, **kwargs)` without GPU tensors; the result may be a tensor on a GPU."""
         if name == "is_pinned":
             return self.pinned.holds(args[0])
         if kwargs.get("pin_memory"):
@@ -263,7 +263,7 @@ class Operations:
         return self._copy(target, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
-        """Queue a copy between host and GPU, or within a GPU, on the GPU's current stream; returns the target.
+        """Queue a copy from `source` to `target`, one or both on a GPU, on the current stream; returns the target.
 
         at_once: whether to wait for the copy.
         """
@@ -293,7 +293,7 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that finds the source or target of a queued copy when the stream runs the copy.
+        """Return a function that finds a tensor, source or target of a queued copy, when the stream runs the copy.
 
         The function raises RuntimeError if the memory was page-locked and is no longer locked.
         """
@@ -323,7 +323,7 @@ def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:
 
 
 def _note_use(stream: LaggingStream, *tensors: torch.Tensor) -> None:
-    """Note the memory blocks that captured work uses; does nothing if the stream does not capture."""
+    """Tell a stream's capture that its work uses these tensors' memory; does nothing if the stream does not capture."""
     if stream.capture is not None:
         for each in tensors:
             if isinstance(each, LaggingTensor):
@@ -336,7 +336,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def _tensors(of: Any) -> list[torch.Tensor]:
-    """Collect the tensors among the arguments of a call, which are nested in tuples, lists or mappings."""
+    """Collect the tensors in `of`: the arguments of a call, nested in tuples, lists or mappings."""
     found: list[torch.Tensor] = []
     left = [of]
     for each in left:
@@ -358,7 +358,7 @@ def _twins(of: Any) -> Any:
 
 
 def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
-    """Copy a call's arguments (nested in tuples, lists, mappings), with `change(tensor)` for each GPU tensor."""
+    """Copy `of`, a call's arguments (nested tuples, lists, mappings), with `change(tensor)` for each GPU tensor."""
     if isinstance(of, LaggingTensor):
         return change(of)
     if isinstance(of, tuple | list):
@@ -412,7 +412,7 @@ def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor
 def _destination(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, dict[str, Any]]:
-    """Split the arguments of `Tensor.to` into device, dtype and all others; None where device or dtype is not given."""
+    """Split the arguments of `Tensor.to` into device, dtype and all others; device or dtype is None if not given."""
     rest = dict(kwargs)
     device, dtype = rest.pop("device", None), rest.pop("dtype", None)
     for each in args:
@@ -429,11 +429,7 @@ def _destination(
 
 
 def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
-    """Set the imitated GPUs of this process, given their streams and the memory of each GPU.
-
-    Returns:
-        the object that carries out torch's calls on the GPUs' tensors.
-    """
+    """Set the imitated GPUs of this process, given streams and memories; returns the object that runs torch's calls."""
     global _operations
     _operations = Operations(gpu, memories)
     return _operations

@@ -91,7 +91,7 @@ class MlxDevice:
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """Return the profile of this machine, with its GPU where Metal is available."""
+        """Return this machine's profile: `host`, with its GPU added where Metal is available."""
         return with_metal(host)
 
     @staticmethod
@@ -115,7 +115,7 @@ class MlxDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kinds of lanes that are not worker threads: an empty mapping, as all lanes are worker threads.
+        """The kind of each lane that is no worker thread: empty, as all lanes (queues of tasks) are worker threads.
 
         Lanes that compute hand their tasks to the device's one thread.
         """
@@ -123,7 +123,7 @@ class MlxDevice:
 
     @property
     def streams(self) -> None:
-        """None: this device has no streams."""
+        """None: this device has no streams, so that worker threads run all tasks."""
 
     @property
     def bytes_read(self) -> int:
@@ -136,11 +136,11 @@ class MlxDevice:
         return 0 if self._evaluations is None else self._evaluations.count
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot."""
+        """Return the bytes that a page (a part of a layer's weights) takes in a slot, memory for one page."""
         return self._weights.slot_bytes(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Tell an observer which experts the routers choose, from the next batch on."""
+        """Report to an observer which experts the routers choose, from the next batch on."""
         self._observers.routing = observer
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -151,7 +151,7 @@ class MlxDevice:
         self._transport = transport
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Begin a batch: allocate what the plan says; weights that were resident in the last batch stay.
+        """Begin a batch of prompts (token ids): allocate the plan's memory; weights resident since the last batch stay.
 
         Raises:
             BadInput: a token id is outside the vocabulary, a beam search is asked for, or the plan takes more memory
@@ -173,7 +173,7 @@ class MlxDevice:
         self._thread.call(self._begin, plan, partial(places_of, plan), Sampling())
 
     def execute(self, task: Task) -> Any:
-        """Run one task: reads and exchanges on the calling thread, everything else on the device's own thread."""
+        """Run a task, reads and exchanges on the calling thread, all else on the device's thread; returns its value."""
         verb = self._verbs[task.verb]
         if isinstance(task, (PageTransfer, Collective)):
             return verb(task)
@@ -183,10 +183,9 @@ class MlxDevice:
         return self._thread.call(verb, task)
 
     def stand_by(self) -> int:
-        """Touch every array of weights, so that Metal keeps them wired between batches; returns the number of arrays.
+        """Read one element of every array of weights, so that Metal keeps them wired between batches.
 
-        One element of an array is enough, since the driver wires whole arrays; RACS'24 (section 4.2) sums all weights
-        instead.
+        Returns the number of arrays. The driver wires whole arrays, so that one element is enough.
         """
         return self._thread.call(self._weights.touch)
 

@@ -91,7 +91,7 @@ class Evaluations:
         return read(*map(self.on_host, arrays))
 
     def settled(self, value: Any) -> Any:
-        """Return a task's value unchanged: on MLX, `value` returns values that are already read."""
+        """Return a task's value unchanged, since `value` has copied it to the host already."""
         return value
 
     def close_others(self, micro_batch: int) -> None:
@@ -104,7 +104,7 @@ class Evaluations:
 
 
 def _tokens(task: Task, tokens: Mapping[int, int]) -> int:
-    """Count the tokens of all micro-batches that a task computes.
+    """Return the number of tokens of all micro-batches that a task computes.
 
     tokens: number of tokens of each micro-batch, by its number.
     """

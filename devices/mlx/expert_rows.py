@@ -37,7 +37,7 @@ class ExpertRows:
     Attributes:
         x_nD: the input rows, sorted by expert.
         counts: number of rows of each expert, by its number; empty until the host knows the numbers.
-        many: whether there are at least `MANY_ROWS` rows.
+        many: whether there are at least `MANY_ROWS` (64) rows.
     """
 
     def __init__(self, x_TD: Array, experts_Tk: Array, weights_Tk: Array) -> None:
@@ -67,7 +67,7 @@ class ExpertRows:
         return self.x_nD[first + span.tiles.start : first + span.tiles.stop]
 
     def keep(self, span: TiledRows, y_nD: Array) -> Array:
-        """Store the outputs of a span's rows, which `outputs` will return, and return these outputs.
+        """Store the outputs of a span's rows, for `outputs` to return, and return them.
 
         y_nD: the outputs of all rows of the span's tiles, of which only the span's rows are stored.
         """
@@ -78,7 +78,7 @@ class ExpertRows:
         return y_nD
 
     def arrays(self) -> list[Array]:
-        """Return the arrays that later kernels read, for evaluation."""
+        """Return the lazy arrays that later kernels read, so that the caller can evaluate them."""
         index = [] if self._rows_Tk is None else [self._rows_Tk]
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
@@ -104,13 +104,13 @@ def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
     Args:
         count: number of rows.
         index: the expert's index in its stack.
-        many: whether the micro-batch has at least `MANY_ROWS` rows.
+        many: whether the micro-batch has at least `MANY_ROWS` (64) rows.
     """
     return Rows(_alike(count, index), [0] * index + [count], many)
 
 
 def zeros(count: int, width: int, dtype: mx.Dtype) -> Array:
-    """Return zeros (count, width); the array for one row is made once and shared."""
+    """Return zeros (count, width) of a dtype; the array for one row is made once and shared."""
     return _zero_row(width, dtype) if count == 1 else mx.zeros((count, width), dtype)
 
 

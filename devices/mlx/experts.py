@@ -20,7 +20,7 @@ from .expert_rows import ExpertRows, TiledRows, rows_of_one, zeros
 
 
 class MlxExperts:
-    """Runs the experts of a layer.
+    """Runs the experts of a layer on rows of micro-batches.
 
     Args:
         states: the state of each micro-batch, by the micro-batch's number.
@@ -62,16 +62,16 @@ class MlxExperts:
         return functions.scores(logits_TE)
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Arrays) -> None:
-        """Run all experts that have rows, one after the other, without evaluating their outputs.
+        """Run all experts of a layer that have rows, one after the other, without evaluating their outputs.
 
-        counts: number of rows of each expert that has any.
+        counts: number of rows of each expert that has any. weights: the layer's weights.
         """
         rows: ExpertRows = self._states[task.micro_batch].rows
         for expert in counts:
             self._apply(rows, rows.span(expert), weights)
 
     def run_shared(self, task: Task, weights: Arrays) -> None:
-        """Do nothing: the device refuses models with shared experts."""
+        """Do nothing: the MLX device refuses models with shared experts."""
 
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches.
@@ -85,14 +85,14 @@ class MlxExperts:
             self._evaluations.later(task, y_nD, micro_batch=micro_batch)
 
     def warm_expert(self, task: Task) -> None:
-        """Run one expert on a row of zeros, only to read its weights."""
+        """Run one expert on a row of zeros, only to read its weights, so that the system keeps them in memory."""
         x_nD = self._states[task.micro_batch].rows.x_nD
         x_1D = zeros(1, x_nD.shape[1], x_nD.dtype)
         stack, index = self._weights(task.operands).experts[task.expert]
         self._evaluations.later(task, self._run(stack, x_1D, rows_of_one(1, index, many=False)))
 
     def _apply(self, rows: ExpertRows, span: TiledRows, weights: Arrays) -> Array:
-        """Run an expert on the whole tiles of a span; returns the outputs of the span's rows."""
+        """Run an expert with a layer's weights on the whole tiles of a span; returns the outputs of the span's rows."""
         stack, index = weights.experts[span.expert]
         x_nD = rows.tiles(span)
         return rows.keep(span, self._run(stack, x_nD, rows_of_one(len(x_nD), index, many=rows.many)))

@@ -24,8 +24,8 @@ class KVStep(NamedTuple):
         requests: the requests' numbers; the tuples below have an entry for each request, in this order.
         past: number of tokens that the request had before the step.
         new: number of tokens that the step adds.
-        before, starts: position of the token in the request's first slot, before the step and in the step. A position
-            is a token's index in its request.
+        before, starts: position (index in the request) of the token in the request's first slot, before and in the
+            step.
         in_place: whether the cache still holds all tokens that the new tokens attend to once the new ones are stored;
             otherwise storing them overwrites some.
         positions: the new tokens' positions, int64.
@@ -57,7 +57,7 @@ class RequestsKV:
         slots: number of slots, for all requests that are open at the same time.
 
     Attributes:
-        places: the numbers of the layers.
+        places: numbers of the cache's layers.
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[int], slots: int, dtype: mx.Dtype) -> None:
@@ -120,7 +120,7 @@ class RequestsKV:
         return KVStep(*sizes, in_place, positions, slots_T, last, max(new) == 1)
 
     def at(self, layer: int) -> CachedLayer:
-        """Return one layer of the cache, for attention kernels."""
+        """Return one layer of the cache, in the form that attention kernels take."""
         return CachedLayer(self, layer)
 
     def extended(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
@@ -148,7 +148,7 @@ class RequestsKV:
         return [array for halves in self._layers.values() for array in halves]
 
     def _move(self, array_NKd: Array, step: KVStep) -> None:
-        """Move the tokens that are still in the window to the first slots, for requests whose slots are full.
+        """Move the tokens that are still in the window to the first slots, for requests of the step with full slots.
 
         array_NKd: the keys or the values of a layer, by slot.
         """
@@ -188,11 +188,11 @@ class RequestsKV:
         return joined
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
-        """Group neighbouring requests of equal length and evenly spaced slots, which one strided view can show.
+        """Group a step's neighbouring requests of equal length and evenly spaced slots, for one strided view each.
 
         Returns:
             for each group: a request's number of new tokens, its number of cached tokens, the distance in slots from
-            one request to the next, and the first slot of each request.
+                one request to the next, and the first slot of each request.
         """
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):
@@ -219,7 +219,7 @@ class RequestsKV:
 
 
 class CachedLayer(NamedTuple):
-    """One layer of a KV cache, in the form that attention kernels take."""
+    """One layer of a KV cache, as attention kernels take it: stores keys and values, and returns views of them."""
 
     cache: RequestsKV
     layer: int
@@ -235,7 +235,7 @@ class CachedLayer(NamedTuple):
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:
-    """Convert slots to a slice if they are consecutive, since writing then takes fewer kernels; else to an array."""
+    """Convert slots to a slice if they are consecutive, which takes fewer kernels to write to; else to an array."""
     if np.all(np.diff(slots) == 1):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return mx.array(slots)

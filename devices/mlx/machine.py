@@ -21,14 +21,14 @@ LEAST_ROOM, ROOM_SHARE = 4_000_000_000, 0.05
 
 
 def with_metal(host: Machine) -> Machine:
-    """Add this machine's GPU on Apple silicon; elsewhere the machine is returned unchanged."""
+    """Return the machine `host`, on Apple silicon with its GPU added, elsewhere unchanged."""
     if not mx.metal.is_available():
         return host
     return with_gpu(host, str(mx.device_info()["device_name"]), recommended_bytes())
 
 
 def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
-    """Add a GPU that computes from the host's memory to a machine's profile, with assumed rates.
+    """Return a machine's profile with a GPU added that computes from the host's memory, with assumed rates.
 
     Args:
         gpu: name of the GPU.
@@ -93,8 +93,8 @@ class WiredLimit:
     """The limit of the memory that Metal keeps wired, that is, resident, so that idle weights need not be wired again.
 
     The limit is set above the plan's bytes, because with a limit of exactly these bytes any further array would make
-    Metal unwire another. The limit is not lowered between batches, which would unwire weights that the next batch uses.
-    Without Metal it has no effect.
+    Metal unwire one of them. The limit is not lowered between batches, which would unwire weights that the next batch
+    uses. Without Metal the limit has no effect.
 
     Args:
         set_limit: a function that sets the limit in bytes and returns the previous limit.

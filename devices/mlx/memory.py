@@ -37,7 +37,7 @@ class Bytes:
         self.tensor = torch.from_numpy(memory[self._skip : self._skip + nbytes])
 
     def show(self, items: torch.Tensor) -> Array:
-        """Return an MLX array over the bytes of `items`, in the same dtype.
+        """Return an MLX array over the bytes of `items`, in the same dtype, without a copy.
 
         items: a contiguous view of a part of `tensor`.
         """
@@ -49,7 +49,7 @@ class Bytes:
 
 
 def shared(shape: Sequence[int], dtype: str) -> tuple[Array, torch.Tensor]:
-    """Make an MLX array of zeros, and a torch tensor over the same memory."""
+    """Make an MLX array of zeros of a shape and dtype, and a torch tensor over the array's memory."""
     raw = mx.zeros(tuple(shape), dtype=_RAW[DTYPES[dtype].itemsize])
     array = raw.view(ARRAY_DTYPES[dtype])
     mx.eval(raw, array)

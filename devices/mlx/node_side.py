@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class MlxNodeSide:
-    """Runs the computations that exist only where several nodes share a model's experts.
+    """Runs the computations that exist only where several nodes (machines) share a model's experts.
 
     Args:
         moe: runs the router.
@@ -53,7 +53,7 @@ class MlxNodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Array:
-        """Return the weighted sum of this node's own experts' outputs for each token, float32 (T, D), on the host."""
+        """Return the weighted sum of this node's own experts' outputs, (T, D) float32, in the host's memory."""
         state = self._states[task.micro_batch]
         total_TD = functions.sum_experts(*state.rows.outputs())
         del state.rows
@@ -74,12 +74,12 @@ class MlxNodeSide:
         self._evaluations.later(task, state.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router.
+        """Run the router on a task's micro-batch.
 
         Returns:
             the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes:
-            float32 (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side by
-            side.
+                float32 (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side
+                by side.
         """
         self._project_output(task)
         routed = self._moe.route(task)
@@ -88,7 +88,7 @@ class MlxNodeSide:
         return self._moe.group(task, routed), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take over the result of the first node's `route`; returns the number of rows of each expert that has any.
+        """Keep the first node's router result as this node's; returns the number of rows of each expert that has any.
 
         routed_TX: the second value that `route` returned on the first node.
         """

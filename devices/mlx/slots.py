@@ -8,7 +8,7 @@ from moesched.errors import OverBudget
 
 
 class OutOfSlots(OverBudget):
-    """The KV cache has fewer free slots than a request needs."""
+    """An error: the KV cache has fewer free slots than a request needs."""
 
 
 class Moved(NamedTuple):
@@ -16,7 +16,7 @@ class Moved(NamedTuple):
 
     Attributes:
         request: number of the request.
-        before, after: its first slot before and after the move.
+        before, after: the request's first slot before and after the move.
     """
 
     request: int
@@ -25,7 +25,7 @@ class Moved(NamedTuple):
 
 
 class ContiguousSlots:
-    """Gives each request a range of slots, in the first gap that is wide enough.
+    """Gives each request a range of slots, in the first gap between other requests that is wide enough.
 
     Args:
         count: the number of slots.
@@ -36,7 +36,7 @@ class ContiguousSlots:
         self._ranges: dict[int, range] = {}
 
     def __getitem__(self, request: int) -> range:
-        """Return the slots of a request."""
+        """Return the range of a request's slots."""
         return self._ranges[request]
 
     def open(self, request: int, slots: int) -> list[Moved]:
@@ -65,7 +65,7 @@ class ContiguousSlots:
         del self._ranges[request]
 
     def _gap(self, slots: int) -> int | None:
-        """Return the first slot of the first gap with at least `slots` slots; None if there is none."""
+        """Return the first slot of the first gap of at least `slots` free slots; None if there is none."""
         stop = 0
         for each in sorted(self._ranges.values(), key=_first):
             if each.start - stop >= slots:

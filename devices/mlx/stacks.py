@@ -1,4 +1,4 @@
-"""Stacks of resident experts in few large arrays: all experts of one layer, or one expert of all layers."""
+"""Stacks of resident experts' weights in a few large arrays: all experts of one layer, or one expert of all layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTS = ("gate", "up", "down")
 
 
 class Key(NamedTuple):
-    """Names a stack: the experts of one layer, or one expert in all layers.
+    """The key of a stack: the experts of one layer, or one expert in all layers.
 
     Attributes:
         by: "layer" or "expert".
@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 
 class Stacked(Protocol):
-    """A stack of expert pages, which lie in few large arrays.
+    """A stack: experts' weights that are copied from their pages into a few large arrays.
 
     Attributes:
         arrays: all arrays of the stack.
@@ -47,17 +47,17 @@ class Stacked(Protocol):
     missing: set[int]
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy the tensors of a page into the stack's arrays.
+        """Copy the tensors of a page (a part of an expert's weights) into the stack's arrays.
 
         views: the page's row blocks, top to bottom, by the tensor's canonical name.
         """
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return weights for kernels that contain a page's expert, and the expert's index among the experts in them."""
+        """Return weights, for kernels, that contain a page's expert, and the index of this expert in them."""
 
 
 class _Block(NamedTuple):
-    """A row block of a matrix of an expert, as a page contains it.
+    """A row block of an expert's matrix: consecutive rows that are in one page.
 
     Attributes:
         page_index: index of the page among the expert's pages.
@@ -71,7 +71,7 @@ class _Block(NamedTuple):
 
 
 class StackedLayer:
-    """A stack of all experts of one layer, for `gather_mm`.
+    """A stack of all experts of one layer, for MLX's `gather_mm`.
 
     Each row block of a matrix is in an array (experts, rows, columns), together with that block of the other experts.
     """
@@ -98,14 +98,14 @@ class StackedLayer:
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return the weights of all experts of the layer, and the index of a page's expert among them."""
+        """Return the weights of all experts of the layer, and the index of a page's expert in these weights."""
         return self._stack, page.expert
 
 
 class StackedExpert:
-    """A stack of one expert in all layers: one array (layers, numbers of a layer's matrices).
+    """A stack of one expert in all layers: one array (layers, numbers in the expert's matrices).
 
-    The Apple silicon cluster paper calls this prestacking (section 4.1).
+    A paper on Apple silicon clusters (RACS'24, section 4.1) calls this prestacking.
     """
 
     def __init__(self, layout: WeightLayout, expert: int) -> None:
@@ -131,7 +131,7 @@ class StackedExpert:
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return the weights of a page's expert in its layer, and 0, the index of the only expert in them."""
+        """Return the weights of a page's expert in its layer, and 0, the index of this expert in these weights."""
         layer = self._array[page.layer]
         parts: dict[str, list[Array]] = {
             part: [
@@ -174,7 +174,7 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
 
 
 def open_stack(layout: WeightLayout, key: Key) -> Stacked:
-    """Allocate the arrays of a stack, without copying weights to them."""
+    """Allocate the arrays of a stack, given its key; weights are copied to them later."""
     return (StackedLayer if key.by == "layer" else StackedExpert)(layout, key.number)
 
 
@@ -191,7 +191,7 @@ def stored_blocks(
 
 
 def _blocks(layout: WeightLayout) -> list[_Block]:
-    """List the row blocks of an expert, which are the same for all experts and layers."""
+    """List the row blocks of an expert's matrices by page; these are the same for all experts and layers."""
     shapes = expert_shapes(layout.config, 0, 0)
     return [
         _Block(

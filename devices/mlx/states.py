@@ -1,4 +1,4 @@
-"""Functions that make the states of a plan's micro-batches, with their KV caches."""
+"""Functions that make the states of a plan's micro-batches, each with its KV caches, for MLX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchSt
 
 
 def places_of(plan: Plan) -> list[MicroBatchState]:
-    """Make a state without requests for each micro-batch of a plan that serves requests.
+    """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
     Each state has KV caches of its own: opening a request may move others in the same cache, which is safe only between
     the steps of one micro-batch.
@@ -45,7 +45,7 @@ def places_of(plan: Plan) -> list[MicroBatchState]:
 
 
 def _caches(plan: Plan, requests: Sequence[int]) -> list[RequestsKV]:
-    """Make a KV cache for each attention window that layers of the model have, with room for these requests."""
+    """Make a KV cache for each attention window of the plan's model, with room for the requests of these numbers."""
     config, dtype = plan.layout.config, ARRAY_DTYPES[plan.layout.dtype]
     caches = []
     for layers in config.by_window(range(config.layers)):

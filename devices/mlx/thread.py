@@ -1,4 +1,4 @@
-"""A thread that does a device's work for all lanes, because one thread must build and evaluate all MLX arrays."""
+"""A thread that does the work of all lanes (queues of tasks), as one thread must build and evaluate all MLX arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Call:
-    """A call that the thread has to make, and its result or error once `ended` is released."""
+    """A call for the thread to make, and its result or error once the lock `ended` is released."""
 
     __slots__ = ("arguments", "ended", "error", "value", "work")
 
@@ -39,7 +39,7 @@ class OneThread:
         self._thread.start()
 
     def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a function on the thread, after all posted calls, and return its result.
+        """Run the function `work` on the thread, after all posted calls, and return its result.
 
         An error of the function or of a posted call is raised here.
         """
@@ -52,7 +52,7 @@ class OneThread:
         return result
 
     def post(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Queue a call without waking the thread: the call runs at the start of the next `call`."""
+        """Queue a call of `work` without waking the thread: the call is made at the start of the next `call`."""
         self._posted.append((work, arguments))
 
     def drop_posted(self) -> None:

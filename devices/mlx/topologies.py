@@ -1,4 +1,4 @@
-"""Functions that run the tasks of a batch on MLX, by verb: for a device alone, or for one of several nodes."""
+"""Functions that run the tasks of a batch on MLX, by verb (kind of task): for one device, or a node of several."""
 
 from __future__ import annotations
 
@@ -70,25 +70,25 @@ class Topology:
         self._experts = MlxExperts(plan.layout.config, self._states, weights.show, kernels, evaluations)
 
     def alone(self) -> Verbs:
-        """Return the function of each verb for a device that has the whole model."""
+        """Return the functions that run tasks, by verb (kind of task), for a device that has the whole model."""
         attention, moe = self._halves(self._weights.embedding)
         return self._layers(attention, moe) | {"sample": self._tokens().sample_next}
 
     def node(self, transport: Transport) -> Verbs:
-        """Return the function of each verb for a node that computes attention and some of each layer's experts."""
+        """Return the functions that run tasks, by verb, for a node that computes attention and some of the experts."""
         attention, moe = self._halves(self._weights.embedding)
         sample = self._tokens().sample_next
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe), sample)
         return {**self._layers(attention, moe), "sample": sample, **exchanges.verbs}
 
     def node_of_experts(self, transport: Transport) -> Verbs:
-        """Return the function of each verb for a node that computes only experts; the first node computes attention."""
+        """Return the functions that run tasks, by verb, for a node with only experts; the first node has attention."""
         attention, moe = self._halves(Arrays())
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe))
         return {**self._layers(attention, moe), **exchanges.verbs}
 
     def _halves(self, embedding: Arrays) -> tuple[Attention, MoELayer]:
-        """Make the objects that compute the two halves of a layer: attention, and the network of experts."""
+        """Make the objects that compute a layer's two halves: attention, and router with experts."""
         states, shown, kernels = self._states, self._weights.show, self._kernels
         attention = Attention(states, shown, embedding, kernels)
         moe = MoELayer(
@@ -105,7 +105,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """Return the functions of the verbs that compute layers, embed tokens and move pages."""
+        """Return, by verb (kind of task), the functions that compute layers, embed tokens and move pages of weights."""
         weights, experts = self._weights, self._experts
         attend = self._evaluated(attention.attention, _attended)
         attend = after(lambda task: self._evaluations.close_others(task.micro_batch), attend)
@@ -126,7 +126,7 @@ class Topology:
         }
 
     def _evaluated(self, verb: Verb, results: Callable[[MicroBatchState, int], Sequence[Array]]) -> Verb:
-        """Wrap the function of a verb so that the verb's results are evaluated after it, at once or deferred.
+        """Wrap the function of a verb (kind of task) so that results are evaluated after it, at once or later.
 
         results: returns the arrays to evaluate, given the micro-batch's state and the layer.
         """

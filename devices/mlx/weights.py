@@ -1,9 +1,9 @@
-"""The weights of a model on MLX: pages in slots, resident pages, and stacks of resident experts.
+"""The weights of a model on MLX: pages that are read into slots on demand, resident pages, and stacks of experts.
 
-Files are read straight into slots and single pages. A stack is filled through the memory of one more page, which is
+Files are read straight into slots and resident pages. A stack is filled through the memory of one more page, which is
 freed when all stacks are loaded. If all experts of a layer are in one stack, one kernel multiplies by all of them, and
 the host need not know the router's choices; otherwise the experts run one after the other. A resident router is kept
-in float32, in which it is used, as well as in its stored dtype.
+both in its stored dtype and in float32, in which it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
 
 class MlxWeights:
-    """The weights of one model, which stay from batch to batch.
+    """The weights of one model; the object is used for batch after batch.
 
     Args:
         reader: reads pages into slots, on any thread, while no kernel reads that slot.
@@ -63,17 +63,17 @@ class MlxWeights:
 
     @property
     def embedding(self) -> Arrays:
-        """The embedding matrix; only on a node that computes attention."""
+        """The embedding matrix; may be read only on a node that computes attention."""
         return Arrays({"embedding": [self.globals["embedding"]]})
 
     @property
     def head(self) -> Arrays:
-        """The final norm and the LM head; only on a node that computes attention."""
+        """The weights of the final norm and the LM head; may be read only on a node that computes attention."""
         matrix_VD = self.globals.get("lm_head", self.globals["embedding"])
         return Arrays({"final_norm": [self.globals["final_norm"]], "lm_head": [matrix_VD.T]})
 
     def begin(self, plan: Plan) -> None:
-        """Allocate slots and memory for resident pages as the plan says; pages resident since the last batch stay."""
+        """Allocate slots and resident pages as the plan says; pages that were resident in the last batch stay."""
         self._allocate(plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()])
         if plan.nodes.attends and not self.globals:
             self.globals = {name: self._read_global(name) for name in global_shapes(self._layout.config)}
@@ -84,7 +84,7 @@ class MlxWeights:
         self.globals = {}
 
     def load(self, task: PageTransfer) -> None:
-        """Read the resident pages of a task, except those that are already in memory."""
+        """Read the resident pages that a task names, except those that are already in memory."""
         for page in task.pages:
             key = self._key_of.get(page.id)
             if key is not None:
@@ -94,7 +94,7 @@ class MlxWeights:
                 self._read.add(page.id)
 
     def fetch(self, task: PageTransfer) -> None:
-        """Read the pages of a task into the task's slots."""
+        """Read the pages that a task names into the task's slots."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             self._reader.read(page, self._slots[slot.pool][slot.index].tensor)
 
@@ -109,7 +109,7 @@ class MlxWeights:
         return bound
 
     def touch(self) -> int:
-        """Read one number of every array of resident weights; returns the number of arrays."""
+        """Read one element of every array of resident weights; returns the number of arrays."""
         stacked = [array for stack in self._stacks.values() for array in stack.arrays]
         arrays = [*self.globals.values(), *(memory.array for memory in self._resident.values()), *stacked]
         mx.eval([one_item(array) + 0 for array in arrays])
@@ -187,5 +187,5 @@ def _is_router(name: str) -> bool:
 
 
 def one_item(array: Array) -> Array:
-    """Return the first number of an array, without flattening: MLX allows no dimension as long as a large array."""
+    """Return the first element of an array without flattening: MLX allows no dimension as long as a large array."""
     return array[(0,) * array.ndim]

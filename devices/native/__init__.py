@@ -1,1 +1,1 @@
-"""The native library: kernels in C for the CPU, compiled to a shared library that is called through ctypes."""
+"""The native library: kernels in C for the CPU, in a shared library that Python calls through ctypes."""

@@ -1,4 +1,4 @@
-"""The structs in which C reads the arguments of native calls; each is a class of ctypes."""
+"""The structs of arguments that native calls read in C; each is a class of ctypes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NUMBER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class Norm(ctypes.Structure):
-    """The arguments of a norm for C: its weight, epsilon, and a flag for subtracting the mean (`Norm` of norm.h)."""
+    """The arguments of a norm in C: its weight, its epsilon, and whether to subtract the mean (`Norm` of norm.h)."""
 
     _fields_ = (
         ("weight", _POINTER),
@@ -19,9 +19,7 @@ class Norm(ctypes.Structure):
 
 
 class Tokens(ctypes.Structure):
-    """The arguments of a lookup for C: tokens, and addresses for their embeddings and angles (`Tokens` of
-    embedding.c).
-    """
+    """The arguments in C of an embedding lookup: tokens, and where to write embeddings and angles (`Tokens`)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "turning")),
@@ -34,9 +32,7 @@ class Tokens(ctypes.Structure):
 
 
 class Inputs(ctypes.Structure):
-    """The arguments of norm, projection to queries, keys and values, and rotation for C (`Inputs` of
-    attention_inputs.c).
-    """
+    """The arguments in C of norm, projection to queries, keys and values, and rotation (`Inputs`)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim")),
@@ -54,7 +50,7 @@ class Inputs(ctypes.Structure):
 
 
 class Attend(ctypes.Structure):
-    """The arguments of decode attention over a KV cache in blocks for C (`Attend` of attention.h)."""
+    """The arguments in C of decode attention over a KV cache in blocks (`Attend` of attention.h)."""
 
     _fields_ = (
         *(
@@ -69,7 +65,7 @@ class Attend(ctypes.Structure):
 
 
 class NewRows(ctypes.Structure):
-    """The arguments for C to copy keys and values of new tokens to slots of a KV cache (`NewRows` of kv_rows.c)."""
+    """The arguments in C to copy keys and values of new tokens to slots of a KV cache (`NewRows` of kv_rows.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "row_bytes")),
@@ -78,7 +74,7 @@ class NewRows(ctypes.Structure):
 
 
 class Prompts(ctypes.Structure):
-    """The arguments for C to attend from all new tokens of equally long prompts (`Prompts` of prompt_attention.c)."""
+    """The arguments in C to attend from all new tokens of equally long prompts (`Prompts` of prompt_attention.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("sequences", "queries", "length", "heads", "kv_heads", "head_dim")),
@@ -89,7 +85,7 @@ class Prompts(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """The arguments of output projection, router, experts and their sum in a layer for C (`Layer` of moe_layer.c)."""
+    """The arguments in C of a layer's output projection, router, experts and their sum (`Layer` of moe_layer.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
@@ -106,7 +102,7 @@ class Layer(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """The arguments of last norm, LM head and choice of the likeliest tokens for C (`Head` of logits.c)."""
+    """The arguments in C of last norm, LM head and choice of the likeliest tokens (`Head` of logits.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rows", "hidden", "vocabulary")),

@@ -30,7 +30,7 @@ class LayerAddresses(NamedTuple):
     """The addresses of a layer's cached keys and values, (slots, K, d) each, as arguments for C.
 
     Attributes:
-        keys, values: addresses of their first numbers.
+        keys, values: addresses of the first key and of the first value.
         block_size: tokens in a block.
         window: tokens that a query sees, itself included; None for all.
     """
@@ -42,18 +42,14 @@ class LayerAddresses(NamedTuple):
 
 
 class SequencesInBlocks(NamedTuple):
-    """The length of each sequence in tokens, new tokens included, and the numbers of all sequences' blocks, by
-    sequence.
-    """
+    """The lengths of sequences in tokens, new ones included, and the numbers of their KV cache blocks, in one list."""
 
     lengths: array[int]
     blocks: array[int]
 
 
 class AttentionCall:
-    """A native call of attention with fixed tensors and a fixed number of sequences; each call takes their lengths and
-    blocks.
-    """
+    """A native call of attention with fixed tensors, which is repeated with other lengths and blocks of sequences."""
 
     __slots__ = ("_fields", "_run")
 
@@ -110,10 +106,9 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> AttentionCall:
-        """Prepare repeated calls of `attend`: each reads and writes these tensors, which must live as long as the
-        result.
+        """Return a call of `attend` that can be repeated: it reads and writes these tensors, which must live as long.
 
-        out_SX: receives the results (S, H * d). The other arguments are as for `attend`.
+        cached: the layer's KV cache. out_SX: receives the results (S, H * d). sinks_H, scale: as for `attend`.
         """
         count, heads, head_dim = q_SHd.shape
         kv_heads = k_SKd.shape[1]
@@ -155,7 +150,8 @@ class NativeAttention:
             views: for each group of equally long sequences: keys and values, both (S, L, K, d) with the same strides,
                 and the number of new tokens of each sequence.
             window: number of tokens that a query sees, itself included; None for all earlier tokens.
-            sinks_H, scale: as in `attend`.
+            sinks_H: the score of each head's attention sink, float32; None without sinks. scale: factor on the scores;
+                None for 1 / sqrt(d).
         """
         tokens, heads, head_dim = q_THd.shape
         out_TX = q_THd.new_empty(tokens, heads * head_dim)
@@ -189,9 +185,7 @@ class NativeAttention:
 
 
 def refuses_prompts(instruction_set: str, heads: int, kv_heads: int, head_dim: int) -> str:
-    """Return the reason why the library cannot attend to prompts with these numbers and sizes of heads; empty if it
-    can.
-    """
+    """Return the reason why the library cannot attend to prompts with this instruction set and these heads; else ""."""
     if instruction_set != PROMPT_INSTRUCTIONS:
         return f"it needs {PROMPT_INSTRUCTIONS}; with AMX, torch is faster"
     if head_dim % HEAD_MULTIPLE or head_dim > MOST_HEAD:

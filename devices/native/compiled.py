@@ -33,9 +33,7 @@ _REMEDY = "install GCC or Clang, then moesched again"
 
 
 class Library(ctypes.CDLL):
-    """The functions of the native library. Calls let other Python threads run, except calls of the functions declared
-    here.
-    """
+    """The functions of the native library. Other Python threads run during all calls but `moesched_embed`."""
 
     moesched_embed: Any
 
@@ -56,7 +54,7 @@ def _loaded() -> Library | str:
 
 
 def load(paths: Sequence[Path]) -> Library | str:
-    """Load the library from the first path; return it, or the reason why it cannot be used, such as no path at all."""
+    """Load the library from the first of the paths; returns the library, or the reason why it cannot be used."""
     for path in paths:
         try:
             library = Library(str(path))
@@ -114,7 +112,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 @cache
 def formats() -> tuple[str, ...]:
-    """Return the storage formats of matrices that the kernels read; a format's index is its number in C."""
+    """Return the storage formats of matrices that the kernels read; C knows a format by its index in the result."""
     return tuple(library().moesched_formats().decode().split())
 
 

@@ -1,4 +1,4 @@
-"""The threads of the native library, and its products of bfloat16 rows with bfloat16 and coded matrices."""
+"""The threads of the native library, and its products of bfloat16 rows with bfloat16 and quantized matrices."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ class NativeKernels:
         return y_TN
 
     def linear_by_columns(self, x_TD: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-        """Multiply rows by a matrix W that comes as column blocks (N, some of D), left to right, each stored
-        transposed: (T, N).
-        """
+        """Multiply rows by W, given as column blocks (N, some of D), each stored transposed: x @ W.T, (T, N)."""
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), len(blocks[0]))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
@@ -87,8 +85,9 @@ class NativeKernels:
         return y_nD
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
-        """Prepare an expert; returns the function (x_nD, y_nD) -> None, which writes the outputs to y, a contiguous
-        tensor. The caller must keep the weights alive while it calls the function.
+        """Return the function (x_nD, y_nD) -> None that runs an expert with these matrices and writes to contiguous y.
+
+        The caller must keep the weights alive while it calls the function.
         """
         width, matrices = _outputs(gate), [matrix_of(blocks) for blocks in (gate, up, down)]
         return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
@@ -96,7 +95,7 @@ class NativeKernels:
     def _run_expert(
         self, matrices: Sequence[array[int]], weights: array[int], width: int, x_nD: Tensor, y_nD: Tensor
     ) -> None:
-        """Run the C function of an expert, which writes y.
+        """Run an expert by its C function, which reads x and writes y.
 
         matrices: descriptions of gate, up and down, which must stay alive. weights: their addresses. width: size I of
         the inner activations.
@@ -106,13 +105,11 @@ class NativeKernels:
         check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
 
     def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
-        """Call a function of the library with the threads and a pointer to its arguments."""
+        """Call a function of the library with its threads and a pointer to the arguments; raises its error."""
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """Return a function without arguments that makes a `call` and returns the library's status, to be passed to
-        `check`.
-        """
+        """Return a function without arguments that makes this `call` and returns the library's status, for `check`."""
         return bound_call(function, self._team, arguments)
 
 
@@ -150,6 +147,6 @@ def address(numbers: array[int] | array[float]) -> int:
 
 
 def check(result: int) -> None:
-    """Raise MemoryError if `result`, the status that a native call returned, means that memory was lacking."""
+    """Raise MemoryError if the status `result` of a native call says that memory was lacking."""
     if result:
         raise MemoryError("no memory for the rows that the CPU kernels multiply")

@@ -21,7 +21,7 @@ def store(
     slots: array[int],
     start: int = 0,
 ) -> None:
-    """Copy the keys and values of T tokens, contiguous and on the CPU, to their slots in a layer's KV cache.
+    """Copy keys and values of T tokens, contiguous and on the CPU, to slots of the cached layer, by native code.
 
     Args:
         slots: numbers of slots of the cache.

@@ -1,1 +1,1 @@
-"""Products by weights in plain, packed or coded blocks in torch, and the number of cores that such products use."""
+"""Products by weights in plain, packed or quantized blocks in torch, and the number of cores that these use."""

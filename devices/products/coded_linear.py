@@ -1,4 +1,4 @@
-"""Products with coded matrices: by exact sums on the CPU, by decoded rows on GPUs.
+"""Products with quantized ("coded") matrices: by exact sums on the CPU, by decoded rows on GPUs.
 
 Shapes in names: T rows of x, D inputs in G groups of g, N outputs.
 
@@ -55,13 +55,13 @@ class Pieces:
         self.sums_GT1 = upper_GT1 + lower_GT1
 
     def times(self, codes_GgN: Tensor) -> Tensor:
-        """Sum the products of codes and inputs within each group: (G groups, T rows, N outputs), float32."""
+        """Sum the products of codes and inputs within each group of inputs: (G groups, T rows, N outputs), float32."""
         upper_GTN, lower_GTN = torch.bmm(self.pieces_GRg, codes_GgN).chunk(2, dim=1)
         return upper_GTN.add_(lower_GTN)
 
 
 def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
-    """Multiply rows by coded weights W with exact sums, rounded once to the dtype of x: x @ W.T, (T, N)."""
+    """Multiply rows by quantized weights W with exact sums, rounded once to the dtype of x: x @ W.T, (T, N)."""
     y_TN = x_TD.new_empty(len(x_TD), len(block))
     group = block.format.group
     with one_core():
@@ -74,7 +74,7 @@ def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
 
 
 def unpacked_linear(x_TD: Tensor, block: Coded) -> Tensor:
-    """Multiply rows by weights W that are decoded to the dtype of x, some rows of W at a time: x @ W.T, (T, N)."""
+    """Multiply rows by quantized weights W, some rows of W at a time decoded to the dtype of x: x @ W.T, (T, N)."""
     rows = max(1, UNPACKED_TILE // x_TD.shape[1])
     parts = [plain_linear(x_TD, tile.plain(x_TD.dtype)) for tile in block.split(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -89,7 +89,7 @@ def _products(pieces: Pieces, groups: Groups) -> Tensor:
 
 
 def _added(sums_GTN: Tensor) -> Tensor:
-    """Add up the sums of all groups, one group after the other and in place; returns (T, N)."""
+    """Add up the sums of all groups, one group after the other, overwriting them; returns (T, N)."""
     for number in range(1, len(sums_GTN)):
         sums_GTN[0] += sums_GTN[number]
     return sums_GTN[0]

@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
     @property
     def measured(self) -> Shape:
-        """The shape that is measured in place of this one: sizes rounded to powers of two."""
+        """The shape that is measured in place of this one: its sizes rounded to powers of two."""
         inputs = _power_of_two(self.inputs, MOST_WEIGHTS // LEAST)
         return Shape(_power_of_two(self.outputs, MOST_WEIGHTS // inputs), inputs)
 
@@ -76,12 +76,11 @@ def _power_of_two(number: int, most: int) -> int:
 
 @cache
 def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """Return the number of rows up to which the native kernel is faster than torch, from the cache folder or by
-    measuring.
+    """Return the largest number of rows for which the native kernel is faster than torch; measured once, then cached.
 
-    The result is 0 if the kernel is never faster, and ANY_ROWS if it is faster up to the last of ROWS.
-
-    packed: True to compare with torch's product by packed weights, False by plain weights.
+    The result is 0 if the kernel is never faster, and ANY_ROWS if it still is at the largest number measured.
+    instruction_set: the kernel's. shape: the matrix's. packed: True to compare with torch's product by packed weights,
+    False by plain weights.
     """
     here = _here(instruction_set, shape, packed)
     kept = _kept()
@@ -95,13 +94,13 @@ def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
 
 
 def forget() -> None:
-    """Drop all measurements, so that they are made again when needed."""
+    """Drop all measurements, so that products are measured again when needed."""
     _keep({})
     most_rows.cache_clear()
 
 
 def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """Measure, as for `most_rows`, the number of ROWS up to which the native kernel saves the most time; 0 for none.
+    """Measure which of ROWS is the best limit for `most_rows`: native kernels up to it save the most time; 0: none.
 
     Kernel and torch take turns on one core, the thread's processor time is measured, and the fastest turn of each
     counts: other processes hardly disturb such a measurement, while several threads would wait for each other.
@@ -129,8 +128,7 @@ def _tie(packed: bool) -> float:
 
 
 def most_saved(ratios: Mapping[int, float], tie: float = 1) -> int:
-    """Return the number of rows up to which use of the kernel saves the most, given ratios of times; 0 if it saves
-    nothing.
+    """Return the number of rows up to which use of the kernel saves the most time; 0 if the kernel saves none.
 
     The savings of all smaller numbers of rows are added up, so that a single ratio that another process spoiled does
     not decide.
@@ -147,7 +145,10 @@ Call = Callable[[], object]
 
 
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
-    """Yield (rows, product by the native kernel, product by torch) for timing. packed: as for `most_rows`."""
+    """Yield each number of rows with two products to time, the native one and torch's.
+
+    shape: of the matrix. packed: True if torch multiplies by packed weights.
+    """
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [_matrix(shape) for _ in range(count)]
     plain = cycle(matrices)
@@ -194,7 +195,7 @@ def _file() -> Path:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold a lock between processes until the context ends: those that measure at once could choose differently."""
+    """Hold a lock until the context ends, so that only one process measures at a time."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -218,7 +219,7 @@ def _kept() -> dict[str, int]:
 
 
 def _keep(rows: dict[str, int]) -> None:
-    """Write the measurements, by their key, to the cache folder for later processes, if the folder can be written."""
+    """Write the results of measurements, by key, to the cache folder for later processes, if the folder is writable."""
     path = _file()
     unfinished = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):

@@ -70,9 +70,7 @@ def _linear(x_TD: Tensor, block_ND: Tensor) -> Tensor:
 
 
 def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """Multiply rows by W in column blocks (N, some of D): the blocks' products are summed in float32 and rounded
-    once.
-    """
+    """Multiply rows by W in column blocks (N, some of D); the blocks' products are summed in float32, rounded once."""
     total_TN = x_TD.new_zeros(len(x_TD), blocks[0].shape[0], dtype=torch.float32)
     start = 0
     for block in blocks:
@@ -88,5 +86,5 @@ def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
 
 
 def gated(x_nD: Tensor, gate: Blocks) -> Tensor:
-    """Compute the activations of an expert: silu(gate @ x), (n, I)."""
+    """Compute the activations silu(gate @ x) of an expert on n rows of x: (n, I); gate comes as row blocks."""
     return F.silu(linear(x_nD, gate), inplace=True)

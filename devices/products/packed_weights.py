@@ -20,8 +20,7 @@ TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
 
 @cache
 def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
-    """Test if bfloat16 weights should be packed: the processor multiplies bfloat16, and packing changes no bits of
-    products.
+    """Test if packing bfloat16 weights pays: the processor multiplies bfloat16, and packing changes no bits of results.
 
     Bits must not change because one policy may keep weights packed that another one streams, and results must not
     depend on the schedule. Packed whole matrices are compared with plain row blocks.
@@ -71,7 +70,7 @@ def _same_bits_transposed(outputs: int, inputs: int) -> bool:
 def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
     """Test if products in a dtype have the same bits on one core as on `cores` cores, by computing some both ways.
 
-    If they have not, a product must run on the same number of cores under every policy.
+    If the bits differ, a product must run on the same number of cores under every policy.
 
     Args:
         transposed: True to try matrices that are stored transposed, too.
@@ -93,8 +92,9 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
-    """Yield functions that multiply by random matrices (outputs, inputs): plain; if `transposed`, stored transposed;
-    and packed if `packing_pays` for `cores` cores.
+    """Yield functions that multiply by random matrices (outputs, inputs) in plain, transposed and packed layout.
+
+    Transposed ones come only if `transposed`, packed ones only if `packing_pays` for `cores` cores.
     """
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)

@@ -36,7 +36,7 @@ def _in_float32(
     weight_ND: torch.Tensor,
     multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
 ) -> torch.Tensor:
-    """Compute x @ W.T in float32, piece by piece and rounded once; on one core, as bits on several might differ.
+    """Compute x @ W.T in float32, piece by piece, rounded once; on one core, as bits may depend on the number of cores.
 
     multiply: function that writes a product to its first argument, which holds zeros, given x in float32 and W.
     """

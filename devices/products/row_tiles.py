@@ -22,9 +22,7 @@ Tensor = torch.Tensor
 
 
 def in_tiles(product: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Compute `product(x, matrix)` on whole tiles of rows; rows of zeros fill the last tile and are dropped from the
-    result.
-    """
+    """Compute `product(x, matrix)` on whole tiles of rows: zeros fill the last tile, and their results are dropped."""
     rows = len(x_TD)
     missing = -rows % TILE
     if rows < TILE or not missing or x_TD.dtype != torch.bfloat16 or not x_TD.is_cpu or not has_bfloat16():

@@ -1,4 +1,4 @@
-"""A team of threads for independent jobs of one task; and functions to set the number of cores that torch uses."""
+"""A team of threads for independent jobs of a task; functions that set the number of cores that torch uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def use_cores(count: int) -> None:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Make torch use one core while the context lasts, for operations whose bits might depend on that number."""
+    """Make torch use one core while the context lasts, for operations whose bits may depend on that number."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -54,8 +54,8 @@ class Team:
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs, in any order; after an error, jobs that have not begun are dropped, and the error is raised.
 
-        The cores are divided evenly among the jobs. If the team is busy for another lane, the caller runs its jobs
-        alone.
+        The cores are divided evenly among the jobs. If the team is busy for another lane (queue of tasks), the caller
+        runs its jobs alone.
         """
         use_cores(max(1, self.cores // max(1, len(jobs))))
         if len(jobs) < 2 or not self._free.acquire(blocking=False):
@@ -84,7 +84,7 @@ class Team:
 
 
 class _Helper:
-    """A helper thread of a team, which waits for work on raw locks, the cheapest way to wake a thread."""
+    """A helper thread of a team, which waits for jobs on raw locks: these wake a thread with the least delay."""
 
     def __init__(self) -> None:
         self._pending: deque[Job] | None = None
@@ -124,7 +124,7 @@ class _Helper:
 
 
 def _work_off(pending: deque[Job]) -> BaseException | None:
-    """Run jobs until none is left or one fails, which drops the rest; returns the error, or None without one."""
+    """Run pending jobs until none is left; after an error the rest are dropped, and the error is returned, or None."""
     while True:
         try:
             job = pending.popleft()

@@ -1,1 +1,1 @@
-"""The runner: runs the verb of a task by kernels of the kernel table. The devices of torch and MLX share it."""
+"""The runner: runs a task by kernels of the kernel table, chosen for the task's verb (kind). Torch and MLX share it."""

@@ -1,6 +1,4 @@
-"""The verbs of a layer's first half: queries, keys and values, attention over the KV cache, and its output
-projection.
-"""
+"""The verbs (kinds of tasks) of a layer's first half: queries, keys, values, attention, output projection."""
 
 from __future__ import annotations
 
@@ -19,16 +17,16 @@ WeightsOf = Callable[[Any], KernelWeights[Any]]
 
 
 def identity(hidden_TD: Any) -> Any:
-    """Return the hidden states unchanged: the residual on the first rank, and on a device without ranks."""
+    """Return the hidden states unchanged: the residual of a device without ranks, or of the first rank."""
     return hidden_TD
 
 
 class Attention:
-    """Runs the verbs of a layer before its experts; the KV cache is in the memory where the kernels run.
+    """Runs the verbs (kinds of tasks) of a layer before its experts; the KV cache is in the memory where kernels run.
 
     Args:
         states: the micro-batches, by number.
-        weights: function from a task's view of pages to the weights in these pages.
+        weights: function from a task's view (the pages of weights that the task reads) to the weights in these pages.
         embedding: the weights for the verb `embed`; empty on a node that does not attend.
         residual_of: function from hidden states to the residual: the hidden states, or zeros on all ranks but the
             first.
@@ -54,7 +52,7 @@ class Attention:
         self._scratch = Scratch()
 
     def embed(self, task: Task) -> None:
-        """Make room in the KV cache for the step's new tokens, and look up their embeddings."""
+        """Make room in the KV cache for the step's new tokens, and look up the embeddings of these tokens."""
         state = self._states[task.micro_batch]
         state.begin(task.operands)
         state.extend()
@@ -66,27 +64,27 @@ class Attention:
         state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 
     def pre_attention(self, task: Task) -> None:
-        """Project the hidden states to queries, keys and values."""
+        """Normalise a micro-batch's hidden states, and project them to queries, keys and values in its state."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("attention_inputs", weights, state.results)
         state.qkv = project(state.hidden_TD, state.angles)
 
     def attention(self, task: Task) -> None:
-        """Store the new tokens' keys and values in the KV cache, and attend over it."""
+        """Store the keys and values of new tokens in the KV cache, and attend from the new tokens over the cache."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         state.attended_TX = attend(state.qkv, *state.cached(task.layer))
         del state.qkv
 
     def project_output(self, task: Task) -> None:
-        """Project attention's output to the hidden size, and add the residual."""
+        """Project attention's output to the hidden size, and add the residual, for a task's micro-batch."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("output_projection", weights, state.results)
         state.hidden_TD = project(state.attended_TX, self.residual(state))
         self.drop_attended(task)
 
     def drop_attended(self, task: Task) -> None:
-        """Free attention's output after its last use, unless this is a decode step and `keeps_attended` is set."""
+        """Free a micro-batch's attention output after its last use, unless kept in decode (`keeps_attended`)."""
         if not (self._keeps_attended and task.phase == "decode"):
             del self._states[task.micro_batch].attended_TX
 

@@ -70,16 +70,14 @@ class MicroBatchState:
         self.rows: Any
 
     def keep(self, requests: tuple[int, ...]) -> None:
-        """Continue with only the given requests; the others have ended."""
+        """Go on with only the given requests; the others have ended."""
         places = [self.requests.index(request) for request in requests]
         self.requests = requests
         self.sequences = tuple(self.sequences[place] for place in places)
         self.new = [self.new[place] for place in places]
 
     def begin(self, operands: Any) -> None:
-        """Begin a step with the operands of `embed`: the numbers of the requests that have not ended; empty in a
-        warm-up.
-        """
+        """Begin a step. operands: numbers of the requests that go on, from the task `embed`; empty in a warm-up."""
         if operands and len(operands) < len(self.requests):
             self.keep(operands)
 
@@ -94,8 +92,7 @@ class MicroBatchState:
             whole.new[whole.requests.index(request)] = [token]
 
     def take_memory(self, rows: int, scratch: Scratch) -> Workspace:
-        """Return memory for the results of a step; it is kept for later steps with this number of rows, unless `rows`
-        is large.
+        """Return memory for a step's results, kept for later steps with this number of rows unless `rows` is large.
 
         rows: number of tokens in the step.
         scratch: memory for intermediate results.
@@ -115,16 +112,12 @@ class MicroBatchState:
 
     @property
     def step(self) -> Any:
-        """The step in the first cache: `past` has each sequence's number of tokens before the step, `new` in the
-        step.
-        """
+        """The step in the first KV cache: `past` is each sequence's number of tokens before it, `new` in it."""
         return self.steps[0]
 
     @property
     def results(self) -> Workspace:
-        """Return memory for the results of a kernel: the step's memory, or new memory at each call if the step has many
-        tokens.
-        """
+        """Return memory for a kernel's results: the step's, or new memory at each call if the step has many tokens."""
         return self.memory or Workspace(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:
@@ -133,9 +126,7 @@ class MicroBatchState:
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:
-        """Return the keys and values of a layer, and the step of their KV cache, which has the places of the new
-        tokens.
-        """
+        """Return a layer's keys and values, and the step of their KV cache, which has the places of the new tokens."""
         cached, number = self._cached[layer]
         return cached, self.steps[number]
 
@@ -159,8 +150,7 @@ class MicroBatchState:
 def wholes_of(
     micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
 ) -> list[MicroBatchState]:
-    """Make the states of micro-batches, given the numbers of the requests of each; the first step has the whole
-    prompts.
+    """Make the states of micro-batches, given each one's request numbers; the first step has the whole prompts.
 
     prompts: the tokens of each request, by the request's number. beams: number of sequences of each request while
     decoding.

@@ -1,4 +1,4 @@
-"""The verbs of a layer's second half: router, experts, and the weighted sum of their outputs."""
+"""The verbs (kinds of tasks) of a layer's second half: router, experts, and the weighted sum of their outputs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Choices = npt.NDArray[Any]
 
 
 class MoELayer:
-    """Runs the verbs of a layer after attention on the accelerator: router, experts and combine.
+    """Runs the verbs (kinds of tasks) of a layer after attention, on the accelerator: router, experts and combine.
 
     Args:
         states: the micro-batches, by number.
-        weights: function from a task's view of pages to the weights in these pages.
+        weights: function from a task's view (the pages of weights that the task reads) to the weights in these pages.
         attention: runs the output projection, and gives the residual to add to the sum of the experts.
         observers: are told the experts that tokens chose, and the experts' activations.
         scores: True if the values of `route` and `preview_route` have router scores, too.
@@ -61,7 +61,7 @@ class MoELayer:
         self._observers = observers
 
     def post_attention(self, task: Task) -> Any:
-        """Run output projection, router, experts and combine.
+        """Run output projection, router, experts and their weighted sum for a task's micro-batch.
 
         Returns the task's value, as `Library.value` does: the number of rows of each expert that has any.
         """
@@ -87,7 +87,7 @@ class MoELayer:
             return self.run_all(task)
 
     def _observed(self, task: Task) -> Any:
-        """Run `post_attention` and report the experts' activations to the observer; returns the task's value."""
+        """Run `post_attention`, and report the experts' activations to the observer; returns the task's value."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         whole = self._kernels.fused("observed_moe_layer", weights, state.results)
         if whole is None:
@@ -105,7 +105,7 @@ class MoELayer:
         return self._library.value(task, read, experts_Tk, gated_nI)
 
     def run_all(self, task: Task) -> dict[int, int]:
-        """Run router, experts and combine for a task; returns the number of rows of each expert that has any."""
+        """Run router, experts and their weighted sum for a task; returns each chosen expert's number of rows."""
         counts, weights = self.group(task, self.route(task)), self._weights(task.operands)
         self._experts.run_shared(task, weights)
         self._experts.run_all(task, counts, weights)
@@ -125,15 +125,14 @@ class MoELayer:
         return value
 
     def route(self, task: Task) -> RouterOutput:
-        """Run norm and router for a task's micro-batch; returns each token's experts and weights."""
+        """Run norm and router on a task's micro-batch; returns each token's experts and their weights."""
         state = self._states[task.micro_batch]
         return self._route(state.hidden_TD, self._weights(task.operands), state.results)
 
     def group(self, task: Task, routed: RouterOutput, *, reports: bool = True) -> dict[int, int]:
-        """Sort the rows of a micro-batch by expert and keep them in its state; returns each chosen expert's number of
-        rows.
+        """Sort a micro-batch's rows by expert, and keep them in its state; returns each chosen expert's number of rows.
 
-        reports: True to report the choices to an observer, if there is one.
+        routed: the router's result. reports: True to report the choices to an observer, if there is one.
         """
         read = self._reader(task) if reports else partial(_read, _ignore, self._experts_of(task))
         counts: dict[int, int] = self._library.settled(self._experts.group(task, routed, read))
@@ -152,7 +151,7 @@ class MoELayer:
         return self._library.value(task, read, routed.experts_Tk, *self._scores_of(routed))
 
     def combine(self, task: Task) -> None:
-        """Compute the weighted sum of the experts' outputs, and add the residual."""
+        """Add the weighted sum of the experts' outputs to the residual, for a task's micro-batch."""
         state = self._states[task.micro_batch]
         operands = *state.rows.outputs(), self._attention.residual(state)
         state.hidden_TD = self._kernels.combine(state.results)(*operands)
@@ -183,7 +182,7 @@ class MoELayer:
 def _read(
     report: Callable[[Choices], None], experts: int, experts_Tk: Choices, scores_E: Choices | None = None
 ) -> Mapping[int, int]:
-    """Report a router's choices by `report`; returns the number of rows of each expert that has any.
+    """Call `report` with a router's choices; returns the number of rows of each expert that has any.
 
     scores_E: router scores to attach to the result; None for none.
     """
@@ -193,4 +192,4 @@ def _read(
 
 
 def _ignore(experts_Tk: Choices) -> None:
-    """Do nothing with a router's choices, as nobody observes them."""
+    """Do nothing with a router's choices: the report function where nobody observes them."""

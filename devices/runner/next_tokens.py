@@ -1,4 +1,4 @@
-"""The end of a step: logits of each sequence's last token, and its next token by sampling or beam search."""
+"""The end of a step: logits of each sequence's last token, and the next token by sampling or beam search."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Logits = npt.NDArray[np.float32]
 
 
 class Beams(Protocol):
-    """The interface to the beam searches of a batch."""
+    """The interface of the beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
-        """Extend the beams of some requests of a micro-batch by a token; returns the state of each request's search.
+        """Extend the beams of some requests of a micro-batch by a token; returns the state of each one's search.
 
         places: indices of these requests in the micro-batch. logits_SV: logits of all beams of these requests.
         """
@@ -84,10 +84,9 @@ class NextTokens:
         return self._kernels.bound("logits", self._head, Workspace(len(last)))(state.hidden_TD, last)
 
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
-        """Choose the next token of each sequence; with beam search, extend each request's beams and return the
-        searches' states.
+        """Choose and return each sequence's next token; in beam search, extend beams, and return the searches' states.
 
-        While serving, a request whose logits are not finite gets NO_TOKEN.
+        While serving, a request whose logits are not finite gets NO_TOKEN (-1).
 
         Raises:
             NotFinite: a logit is not finite, and the run is not serving; the message names the step and the first
@@ -143,8 +142,7 @@ class NextTokens:
         return scored
 
     def _of_prompt(self, state: MicroBatchState, place: int, likeliest: int) -> list[Logprob | None]:
-        """Return the log probabilities of a sequence's prompt, from the step's logits; None for the prompt's first
-        token.
+        """Return log probabilities of a sequence's prompt tokens by the step's logits; None for a prompt's first token.
 
         place: index of the sequence in the micro-batch. likeliest: number of likeliest tokens to list beside each
         token.
@@ -161,9 +159,7 @@ class NextTokens:
         return found
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
-        """Choose the next tokens: by a kernel if the likeliest tokens are wanted, otherwise by `draw`; returns what
-        `draw` does.
-        """
+        """Choose the next tokens by a kernel if the likeliest are wanted, else by `draw`; returns as `draw` does."""
         state = self._states[task.micro_batch]
         tokens = self.likeliest(state) if self._is_greedy(state) else None
         if tokens is None or (NO_TOKEN in tokens and not state.ends_alone):  # `draw` raises
@@ -178,7 +174,7 @@ class NextTokens:
         return not any(each.temperature for each in state.samplings or [self._choice.sampling])
 
     def likeliest(self, state: MicroBatchState) -> list[int] | None:
-        """Return the likeliest next token of each sequence, NO_TOKEN where logits are not finite.
+        """Return the likeliest next token of each sequence, NO_TOKEN (-1) where logits are not finite.
 
         The result is None if no kernel takes the operation greedy, which finds these tokens.
         """
@@ -191,7 +187,7 @@ class NextTokens:
         return tokens
 
     def _last_rows(self, state: MicroBatchState) -> tuple[Workspace, Sequence[int]]:
-        """Return memory for the logits, and the indices of the rows to sample from.
+        """Return memory for the logits, and the indices of the rows of hidden states to sample from.
 
         The memory is the step's if the step samples from all its rows, else new memory.
         """

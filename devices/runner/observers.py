@@ -17,8 +17,8 @@ class DeviceObservers:
     """Reports routers' choices and experts' activations to observers, if there are any.
 
     Attributes:
-        routing: is told the experts that tokens chose; None for nobody.
-        activations: is told the activations of experts; None for nobody.
+        routing: the observer to tell which experts tokens chose; None for nobody.
+        activations: the observer to tell the activations of experts; None for nobody.
         first_request: number of requests in the earlier batches of the run.
     """
 
@@ -44,8 +44,6 @@ class DeviceObservers:
                 self.activations.activated(layer, values_nI)
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[Any]) -> None:
-        """Report the experts that a layer's router chose: `experts_Tk` for the tokens whose requests and positions
-        `spans` has.
-        """
+        """Report the experts that a layer's router chose. spans: the tokens' requests and positions."""
         if self.routing is not None:
             self.routing.routed(layer, spans, experts_Tk.astype(np.int64))

@@ -23,9 +23,7 @@ class ServedState(MicroBatchState):
         """The token that was sampled last, by request."""
 
     def begin(self, operands: Rows) -> None:
-        """Begin a step with the operands of `embed`: free the blocks of requests that left, and reserve blocks for new
-        requests.
-        """
+        """Begin a step with the rows in `operands`: free cache blocks of requests that left, and reserve new ones."""
         for request in operands.departed:
             self._sampled.pop(request, None)
             for cache in self.caches:
@@ -50,7 +48,8 @@ class ServedState(MicroBatchState):
     def hand_on(self, tokens: Sequence[int]) -> None:
         """Keep each request's sampled token as the request's input of a later step.
 
-        A request that got NO_TOKEN is still in the next step, which is submitted already: its input is then token 0.
+        A request that got NO_TOKEN (its logits were not finite) is in the next step, which was submitted before: its
+        input is then token 0.
         """
         mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
         inputs = (0 if token == NO_TOKEN else int(token) for token in tokens)

@@ -1,1 +1,1 @@
-"""Parts that several devices use: reading pages from files, coded weights, exchanges of nodes, checks of prompts."""
+"""Parts that several devices use: reading pages from files, quantized weights, exchanges of nodes, token checks."""

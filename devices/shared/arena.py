@@ -1,4 +1,4 @@
-"""Arenas: large allocations that are cut into equal slots for weight pages."""
+"""Arenas: large allocations that are cut into equal slots, each for one page of weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ALIGNMENT = 4096  # of the address, file offset and length of direct reads
 
 
 def round_up(nbytes: int) -> int:
-    """Round `nbytes` up to a multiple of ALIGNMENT."""
+    """Round `nbytes` up to a multiple of ALIGNMENT (4096)."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def round_down(nbytes: int) -> int:
-    """Round `nbytes` down to a multiple of ALIGNMENT."""
+    """Round `nbytes` down to a multiple of ALIGNMENT (4096)."""
     return nbytes // ALIGNMENT * ALIGNMENT
 
 
 class Arena:
     """One allocation that is cut into `slots` slots of `slot_bytes` bytes each, rounded up to multiples of 4096.
 
-    allocate: function from a number of bytes to a uint8 tensor at a multiple of 4096; by default ordinary host memory.
+    allocate: function from a number of bytes to a uint8 tensor at a multiple of 4096; None: ordinary host memory.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Arena:
         return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def view(self, index: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor over the bytes of slot `index` from `offset` on, a multiple of the dtype's size; no copy."""
+        """Return a tensor of a shape and dtype over the bytes of slot `index` from byte `offset` on, without a copy."""
         return typed_view(self.slot(index), offset, shape, dtype)
 
 
 def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a shape over the bytes of `slot` from `offset` on; no copy."""
+    """Return a tensor of a shape and dtype over the bytes of `slot` from byte `offset` on, without a copy."""
     return slot[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
 
 

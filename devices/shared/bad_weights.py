@@ -14,8 +14,7 @@ from .page_reader import PageReader
 
 
 def describe_first_bad_weight(reader: PageReader, layout: WeightLayout) -> str:
-    """Read all weights of a checkpoint and name the first tensor with a number that is not finite, for an error
-    message.
+    """Read all weights of a checkpoint; returns an error's text with the first tensor that has a number not finite.
 
     The search needs memory for one page, or for one tensor outside the layers.
     """

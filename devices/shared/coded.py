@@ -1,4 +1,4 @@
-"""Row blocks of matrices in a coded storage format: their bytes, and the decoding into numbers."""
+"""Row blocks of matrices in a quantized ("coded") storage format: their bytes, and the decoding into numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class Groups(NamedTuple):
-    """The decoded groups of N rows: G groups of g weights in each row, float32; a weight is code * scale + minimum.
+    """The groups of N quantized rows, G groups of g weights in each: float32; a weight is code * scale + minimum.
 
     Attributes:
         minimums_NG: the number that is added to each weight of a group; None in a format without minimums.
@@ -28,7 +28,7 @@ class Groups(NamedTuple):
 
 
 class Coded:
-    """Rows of a matrix in a coded format, as they are stored.
+    """Rows of a matrix in a quantized format, as they are stored.
 
     Args:
         raw_NB: the bytes of the rows, uint8.
@@ -50,15 +50,15 @@ class Coded:
         return self.raw_NB.nbytes
 
     def copied(self, device: torch.device) -> Coded:
-        """Copy the rows to memory of their own on a device."""
+        """Copy the rows to new memory on a device."""
         return Coded(self.raw_NB.to(device, copy=True), self.format)
 
     def to(self, device: torch.device) -> Coded:
-        """Return the rows on a device; they are not copied if they are there already."""
+        """Return the rows on a device, copied only if they are on another one."""
         return Coded(self.raw_NB.to(device), self.format)
 
     def chunk(self, count: int) -> Sequence[Coded]:
-        """Cut the rows into at most `count` equal parts."""
+        """Cut the rows into at most `count` parts of equal size."""
         return [Coded(part, self.format) for part in self.raw_NB.chunk(count)]
 
     def split(self, rows: int) -> Sequence[Coded]:
@@ -66,11 +66,11 @@ class Coded:
         return [Coded(part, self.format) for part in self.raw_NB.split(rows)]
 
     def take(self, rows_N: Tensor) -> Coded:
-        """Copy the rows with these indices."""
+        """Copy the rows that have these indices."""
         return Coded(self.raw_NB.index_select(0, rows_N), self.format)
 
     def groups(self) -> Groups:
-        """Decode the codes, scales and minimums of all groups."""
+        """Unpack the codes, scales and minimums of all groups."""
         stored = self.format
         assert stored.codes is not None, "the format is coded"
         blocks_NBb = self.raw_NB.view(len(self), -1, stored.block_bytes)
@@ -103,17 +103,17 @@ Block = Tensor | Coded
 
 
 def rows_of(block: Block) -> Tensor:
-    """Return the tensor with the rows of a block: numbers of a plain block, bytes of a coded one."""
+    """Return the tensor with a block's rows: numbers if the block is plain, bytes if it is quantized."""
     return block.raw_NB if isinstance(block, Coded) else block
 
 
 def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
-    """Return the weights of a block: decoded to a dtype if the block is coded, otherwise the block itself."""
+    """Return a block's weights: decoded to a dtype if the block is quantized, otherwise the block itself."""
     return block.plain(dtype) if isinstance(block, Coded) else block
 
 
 def require_plain(config: ModelConfig, device: str) -> None:
-    """Raise BadInput for a model with coded weights, on a device that has no kernel for them."""
+    """Raise BadInput for a model with quantized weights, as the device of this name has no kernel for them."""
     if formats := config.coded_formats:
         raise BadInput(
             f"{config.name}: device {device} has no kernel for weights in {', '.join(formats)}: use --device torch"
@@ -121,7 +121,7 @@ def require_plain(config: ModelConfig, device: str) -> None:
 
 
 def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
-    """Return the codes of each of B blocks of N rows, float32: (N, B, count)."""
+    """Return the codes in each of B blocks of N rows, float32: (N, B, count); `codes` says how they are packed."""
     stored_NBc = _pieces(blocks_NBb, codes.low, count)
     if codes.low.bits == 8:
         return stored_NBc.view(torch.int8).float()
@@ -135,12 +135,12 @@ def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
 
 @cache
 def _on(device: torch.device, values: tuple[int, ...]) -> Tensor:
-    """Return the values of codes as a float32 table on a device; the table is copied there once."""
+    """Return the values that codes stand for as a float32 table on a device, copied there only once."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
-    """Unpack a field of some bits for each of the `count` codes of a block: (N, B, count), uint8."""
+    """Unpack the bit field `packed` of the `count` codes of each block of N rows: (N, B, count), uint8."""
     raw_NBb = _bytes_at(blocks_NBb, packed.offset, count * packed.bits // 8)
     if packed.bits == 8:
         return raw_NBb
@@ -151,7 +151,7 @@ def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
 
 
 def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 6-bit numbers from 12 bytes: the factors of eight groups' scales, and of their minimums, (N, B, 8) each.
+    """Unpack 6-bit numbers from 12 raw bytes: factors of eight groups' scales, and of their minimums, (N, B, 8) each.
 
     The first four groups' numbers are the lower six bits of a byte: scales in bytes 0 to 3, minimums in bytes 4 to 7.
     Of the other four groups, bytes 8 to 11 have the lower four bits of a scale and, above them, of a minimum; the upper
@@ -166,9 +166,7 @@ def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(blocks_NBb: Tensor, offset: int, stored: StoredFormat) -> Tensor:
-    """Read the number that is stored at an offset in each block, float32: (N, B, 1); NaN for the E8M0 exponent 255 (OCP
-    MX).
-    """
+    """Read the number at a byte offset of each block, float32: (N, B, 1); NaN for exponent 255 in the format E8M0."""
     if stored.scale_encoding == "exponent":
         exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int()
         numbers_NB1 = torch.ldexp(torch.ones_like(exponents_NB1, dtype=torch.float32), exponents_NB1 - 128)

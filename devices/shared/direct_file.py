@@ -1,4 +1,4 @@
-"""A file that is read past the page cache where the system allows it."""
+"""Reads of a file past the page cache, where the system allows them."""
 
 from __future__ import annotations
 
@@ -143,9 +143,7 @@ class DirectFile:
 
 
 def parts_of(into: memoryview, offset: int, needed: int) -> Iterator[tuple[memoryview, int, int]]:
-    """Cut a `DirectFile.read` into reads of at most MOST_BYTES; yields the arguments into, offset and needed of
-    each.
-    """
+    """Cut a `DirectFile.read` into reads of at most 1 MiB; yields the arguments (into, offset, needed) of each read."""
     for start in range(0, len(into), MOST_BYTES):
         part = into[start : start + MOST_BYTES]
         yield part, offset + start, min(needed - start, len(part))
@@ -186,7 +184,7 @@ def _open(path: Path, direct: bool, ways: Ways) -> tuple[int, Caching]:
 
 
 def _open_direct(path: Path, flag: int) -> int | None:
-    """Open a file with the flag for direct reads of 4096-byte blocks; returns its descriptor; None if refused."""
+    """Open a file with `flag` for direct reads of 4096-byte blocks; returns the descriptor, or None if refused."""
     try:
         descriptor = os.open(path, os.O_RDONLY | flag)
     except OSError as error:

@@ -55,7 +55,10 @@ def read_joined(
 
 
 def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, int]:
-    """Read `nbytes` bytes in whole blocks; returns them, and the bytes read. cached: as for `read_joined`."""
+    """Read `nbytes` bytes of a file at `offset`, in whole blocks; returns them, and the number of bytes read.
+
+    cached: True to take from the page cache the bytes that it has.
+    """
     begin = round_down(offset)
     memory = aligned_bytes(round_up(offset + nbytes) - begin)
     read = file.read(memory.numpy().data, begin, offset + nbytes - begin, cached=cached)
@@ -63,9 +66,7 @@ def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, 
 
 
 def join_by_arrays(codes: Bytes, scales_G: Bytes, joined_GB: Bytes) -> None:
-    """Join codes and scales (G groups) to groups of a scale byte and 16 bytes of codes, and write them to
-    `joined_GB`.
-    """
+    """Write each of G groups, a scale byte and 16 bytes of codes, to `joined_GB`, given codes and scales apart."""
     first_G8, last_G8 = codes.reshape(-1, 2, CODE_BYTES // 2).swapaxes(0, 1)
     joined_GB[:, 0] = scales_G
     joined_GB[:, 1::2] = first_G8 & 15 | last_G8 << 4

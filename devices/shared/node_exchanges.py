@@ -1,4 +1,4 @@
-"""The verbs of a node that shares a model's experts with other nodes: they exchange numpy arrays by a transport."""
+"""The verbs (kinds of tasks) of nodes that share a model's experts: they exchange numpy arrays over a transport."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ FIRST = 0
 
 
 def exchange_of(task: Collective) -> Exchange:
-    """Return the `Exchange` that describes a collective task to a transport."""
+    """Describe a collective task as an `Exchange`, as transports take it."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
 
 
 @contextmanager
 def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[None]:
-    """Return a context for computing this rank's part of an exchange; if the computation fails, the other ranks are
-    told.
-    """
+    """Return a context for computing this rank's part of an exchange; an error there is told to the other ranks."""
     try:
         yield
     except Exception as error:
@@ -43,34 +41,26 @@ def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[N
 
 
 class NodeKernels(Protocol):
-    """The interface to a device's computations before and after the exchanges between nodes."""
+    """The interface of a device's computations before and after the exchanges between nodes."""
 
     def partial_sum(self, task: Task) -> Any:
-        """Return the weighted sum (T, D), float32, of the outputs of this node's own experts, as a tensor of the
-        device.
-        """
+        """Return the weighted sum (T, D), float32, of the outputs of this node's own experts, on the device."""
 
     def on_host(self, tensor: Any) -> Array:
-        """Copy a tensor of the device to the host's memory; called on the network's lane."""
+        """Copy a tensor of the device to the host's memory; called on the thread that exchanges data."""
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does; the result is
-        kept as the micro-batch's hidden states.
-        """
+        """Add the residual to `total_TD`, the sum over all nodes, and round once; the result is the hidden states."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns each chosen expert's number of rows, and an array that other nodes pass to
-        `take_rows`.
-        """
+        """Run the router; returns each chosen expert's number of rows, and an array for `take_rows` of other nodes."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take over the first node's result of `route`, given as an array; returns each chosen expert's number
-        of rows.
-        """
+        """Keep the first node's result of `route`, given as an array; returns each chosen expert's number of rows."""
 
 
 class NodeVerbs:
-    """Runs the verbs that exist only where several nodes share a model's experts.
+    """Runs the verbs (kinds of tasks) that exist only where several nodes (machines) share a model's experts.
 
     Arrays to exchange, and results of exchanges, are kept for each micro-batch under the name rows, sum or tokens.
 
@@ -94,7 +84,7 @@ class NodeVerbs:
 
     @property
     def verbs(self) -> Mapping[str, Verb]:
-        """The functions that run this node's verbs, by the verb's name."""
+        """The functions that run this node's tasks, by the name of the verb (kind of task)."""
         verbs: dict[str, Verb] = {
             "partial_sum": self._partial_sum,
             "all_reduce": self._all_reduce,

@@ -1,4 +1,4 @@
-"""The location of a page's tensors, in the files of a checkpoint and in a slot of memory."""
+"""The location of a page of weights: its tensors in the files of a checkpoint, and in a slot of memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PageLocation(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A range of a page's bytes to copy: from byte `source` of the slot to byte `target` of the weight layout."""
+    """A copy of a range of a page's bytes: from byte `source` of the slot to byte `target` of the weight layout."""
 
     source: int
     target: int
@@ -65,9 +65,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(page: Page, location: PageLocation) -> tuple[Piece, ...]:
-    """Return the copies, as few as possible, that move a page from its place in a slot to the offsets of the weight
-    layout.
-    """
+    """Return the copies, as few as possible, that move a page from its place in a slot to the layout's offsets."""
     pieces: list[Piece] = []
     for extent, placement in zip(page.extents, location.placements, strict=True):
         last = pieces[-1] if pieces else None
@@ -84,7 +82,7 @@ def locate(
     tensors: Mapping[str, StoredTensor],
     files: Mapping[Path, Blocks],
 ) -> PageLocation:
-    """Compute the location of a page in the files and in a slot.
+    """Return the location of a page of weights in the files and in a slot.
 
     format_of: function from a tensor's canonical name to the format that kernels need. tensors: the stored tensors, by
     canonical name. files: the open files, by path.
@@ -112,9 +110,7 @@ def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
 
 
 def scales_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return start and end, in bytes of the file, of the scales of a range of rows; an empty range if they are with the
-    codes.
-    """
+    """Return start and end, in bytes of the file, of some rows' scales; an empty range if scales are with the codes."""
     if stored.scales is None:
         return 0, 0
     groups = stored.shape[1] // stored.format.group
@@ -132,7 +128,7 @@ def _runs(
 ) -> tuple[tuple[FileRead, ...], list[int]]:
     """Return the reads that cover spans (path, start, end) of files, and the offset of each span in the slot.
 
-    Reads of neighbouring spans are merged.
+    Reads of neighbouring spans are merged. files: the open files, by path.
     """
     runs: list[FileRead] = []
     offsets = [0] * len(spans)

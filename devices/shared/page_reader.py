@@ -1,4 +1,4 @@
-"""The reader of a weight layout's pages, from the files of a checkpoint into slots."""
+"""The reader of pages (parts of layers' weights) from the files of a checkpoint into slots of memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PagePart(NamedTuple):
 
 
 class PageReader:
-    """Reads pages into slots: past the page cache where the system allows it and `direct` is set.
+    """Reads pages of weights into slots: past the page cache where the system allows that and `direct` is set.
 
     Several threads may read at once, each into its own slot.
 
@@ -119,7 +119,7 @@ class PageReader:
         return self._locations[page.id]
 
     def bytes_in_slot(self, page: Page) -> int:
-        """Return the number of bytes that a page takes in a slot."""
+        """Return the number of bytes that a page of weights takes in a slot."""
         return round_up(max(self._locations[page.id].nbytes, page.nbytes))
 
     def pieces(self, page: Page, parts: Sequence[PagePart]) -> Iterator[tuple[torch.Tensor, int]]:
@@ -137,10 +137,9 @@ class PageReader:
                     yield part.memory[start - part.at : end - part.at], target + start - source
 
     def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
-        """Return the page's tensors as views of a slot's bytes, by canonical name, each as row blocks from top to
-        bottom.
+        """Return a page's tensors as views of a slot's bytes, by canonical name, each as row blocks, top to bottom.
 
-        A block is a tensor, or `Coded` in a coded format. The blocks of a matrix that the files hold transposed are
+        A block is a tensor, or `Coded` in a quantized format. The blocks of a matrix that the files hold transposed are
         (outputs, some of the inputs), left to right.
 
         Args:
@@ -165,7 +164,7 @@ class PageReader:
         return blocks
 
     def read(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> int:
-        """Read a page into a slot (uint8, CPU, at a multiple of 4096); returns the number of bytes read.
+        """Read a page of weights into a slot, uint8 on the CPU at a multiple of 4096; returns the number of bytes read.
 
         cached: True to take from the page cache the bytes that it has.
 
@@ -177,7 +176,7 @@ class PageReader:
     def reads(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> list[Callable[[], int]]:
         """Cut the `read` of a page into functions that several threads may call at once.
 
-        Each function reads its own part of the page, and returns the number of bytes read.
+        Each function reads its own part of the page, and returns the number of bytes read. cached: as for `read`.
 
         Raises:
             MoeschedError: the slot is too small or not aligned.
@@ -206,9 +205,7 @@ class PageReader:
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
     def read_tensor_into(self, name: str, raw: torch.Tensor) -> None:
-        """Read a whole tensor, given by its canonical name, into `raw` (uint8, 1-D); bytes in the page cache are taken
-        from there.
-        """
+        """Read a whole tensor, given by canonical name, into `raw` (uint8, 1-D), if possible from the page cache."""
         stored = self._tensors[name]
         out = raw.view(_dtype_of(self.format_of(name)))
         buffer = aligned_bytes(_BUFFER_BYTES)
@@ -266,7 +263,7 @@ def _convert(
     *,
     cached: bool = False,
 ) -> int:
-    """Read the rows (first, end) through `buffer`, and convert them into `out` (1-D); returns the bytes read.
+    """Read rows (first, end) of a file's tensor through `buffer`, converted into `out` (1-D); returns the bytes read.
 
     cached: True to take from the system's page cache the bytes that it has.
     """
@@ -285,14 +282,14 @@ def _convert(
 
 
 def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
-    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `Coded` rows."""
+    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `Coded` rows in a quantized format."""
     if stored.codes is not None:
         return Coded(raw.view(shape[0], -1), stored)
     return raw.view(DTYPES[stored.name]).view(shape)
 
 
 def _dtype_of(stored: StoredFormat) -> torch.dtype:
-    """Return the dtype of a plain format's numbers; uint8 for a coded format."""
+    """Return the dtype of a plain format's numbers; uint8 for a quantized format."""
     return DTYPES.get(stored.name, torch.uint8)
 
 
@@ -304,12 +301,12 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """Return the bytes of the whole rows that are read at once if only some columns are wanted."""
+    """Return the bytes, in whole rows, to read at once from a tensor of which only some columns are wanted."""
     return CHUNK_BYTES // stored.row_bytes * stored.row_bytes
 
 
 def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Return, as a 1-D tensor, the wanted columns of whole rows that were read from a file."""
+    """Return, as a 1-D tensor, the wanted columns of the whole rows `raw` that were read from a file."""
     if stored.columns is None:
         return raw
     first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))

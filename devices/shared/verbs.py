@@ -1,4 +1,4 @@
-"""A function that makes verbs, the functions that run tasks, out of other functions."""
+"""A function that joins two functions into a verb, a function that runs tasks of one kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Verb = Callable[[Any], Any]
 
 
 def after(first: Callable[[Any], object], then: Verb) -> Verb:
-    """Return a verb that runs `first`, then `then`, and returns the value of `then`."""
+    """Return a verb (function that runs a task) that runs `first`, then `then`, and returns the value of `then`."""
 
     def both(task: Task) -> Any:
         first(task)

@@ -1,4 +1,4 @@
-"""Memory on the accelerator for resident pages; pages of one expert, or of one layer's dense part, are adjacent."""
+"""Memory on the accelerator for resident pages of weights; the pages of one expert or one dense part are adjacent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .compute import Compute
 
 
 class AdjacentPages:
-    """Allocates memory for resident pages: one allocation for all pages of an expert or of a layer's dense part.
+    """Allocates memory for pages: one allocation for an expert or for a layer's dense part (weights but experts).
 
     The row blocks of a matrix that spans several pages are then adjacent, and `joined` makes them one block.
     """
@@ -29,14 +29,17 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Free each allocation unless exactly its pages are among `pages`; returns the ids of pages that remain."""
+        """Keep the allocations whose pages are exactly those that `pages` has of an expert or dense part; free others.
+
+        Returns the ids of the pages that remain.
+        """
         self._together &= {_ids(group) for group in _groups(pages)}
         staying = {page for group in self._together for page in group}
         self._slots = {page: slot for page, slot in self._slots.items() if page in staying}
         return staying
 
     def allocate(self, pages: Iterable[Page]) -> None:
-        """Allocate memory for the pages that have none; call `retain` with the same pages first."""
+        """Allocate memory for the pages that have none; `retain` must have been called with the same pages."""
         for group in _groups(pages):
             if _ids(group) not in self._together:
                 self._together.add(_ids(group))
@@ -45,13 +48,13 @@ class AdjacentPages:
                 self._slots |= zip(_ids(group), memory.split(sizes), strict=True)
 
     def memory(self, page: Page, elsewhere: Tensor | None) -> Tensor | None:
-        """Return the memory of a page, uint8; returns `elsewhere` if the page has no memory here."""
+        """Return the memory of a page, uint8; `elsewhere` if the page has no memory here."""
         return self._slots.get(page.id, elsewhere)
 
     def copied(self, page: Page, staging: Tensor) -> NamedBlocks:
-        """Copy a page to its memory here; returns the page's tensors there. Threads may copy different pages at once.
+        """Copy a page to its memory; returns the page's tensors in this memory. Threads may copy different pages.
 
-        staging: the page's bytes as they were read from the files.
+        staging: the page's bytes as they were read from the files, in another memory.
         """
         memory = self._slots[page.id]
         for piece, offset in self._reader.pieces(page, [PagePart(0, staging)]):

@@ -51,7 +51,7 @@ class BeamSearches:
         return [search.standing for search in searches]
 
     def reorder(self, task: Task) -> None:
-        """Make each beam of a micro-batch continue its parent's cached sequence, as the last `advance` chose."""
+        """Make each beam of a micro-batch continue the cached sequence that the last `advance` chose as its parent."""
         use_cores(1)
         state = self._states[task.micro_batch]
         before = len(state.sequences) // len(state.requests)

@@ -14,11 +14,11 @@ from moesched.errors import OverBudget
 
 
 class OutOfBlocks(OverBudget):
-    """The KV cache has fewer free blocks than a sequence needs."""
+    """An error: the KV cache has fewer free blocks than a sequence needs."""
 
 
 class Held(NamedTuple):
-    """The blocks that hold a sequence's tokens.
+    """The KV cache blocks that hold a sequence's tokens.
 
     Attributes:
         first: position in the sequence of the first token in the first block.
@@ -48,7 +48,7 @@ class Growth(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of the sequence's tokens from the first one in `seen` to the last new one."""
+        """Number of the sequence's tokens from the first token in the blocks `seen` to the last new token."""
         return self.past + self.new - self.seen.first
 
 
@@ -72,7 +72,7 @@ class SequenceBlocks(msgspec.Struct):
 
 
 class BlockCopy(NamedTuple):
-    """A copy of one block to another that is still to be made.
+    """A copy of one block to another that the caller has to make.
 
     source, target: numbers of the two blocks.
     """
@@ -138,7 +138,7 @@ class BlockTable:
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
 
     def grow(self, sequences: Sequence[int], new: Sequence[int]) -> list[Growth]:
-        """Lengthen each of the sequences: sequences[i] by new[i] tokens, for which blocks are taken.
+        """Lengthen sequences: sequences[i] by new[i] tokens, for which the sequence takes blocks.
 
         Returns:
             for each sequence its growth, in the same order.
@@ -159,7 +159,7 @@ class BlockTable:
             return list(map(Growth, past, new, seen, map(self._held, states)))
 
     def _held(self, state: SequenceBlocks) -> Held:
-        """Return the blocks of a sequence that contain tokens, without blocks that are only reserved."""
+        """Return the blocks that contain tokens of a sequence; blocks that are only reserved are left out."""
         return Held(state.first, state.blocks[: self.blocks_for(max(0, state.length - state.first))])
 
     def _leave(self, states: Iterable[SequenceBlocks], positions: Iterable[int]) -> None:
@@ -178,7 +178,7 @@ class BlockTable:
                 state.first += left * self._block_size
 
     def _lengthen(self, states: Sequence[SequenceBlocks], new: Sequence[int]) -> None:
-        """Lengthen sequences by new tokens, and give them the free blocks that they lack.
+        """Lengthen sequences by new tokens, and give them free blocks for the tokens that do not fit into their own.
 
         new: number of new tokens of each sequence.
         """
@@ -276,11 +276,11 @@ class _FreeBlocks:
         return taken
 
     def share(self, blocks: list[int]) -> None:
-        """Add one user to each of these used blocks; a block becomes free when all users have released it."""
+        """Add one user to each of these used blocks; a block becomes free once all users have released it."""
         self._further_users.update(blocks)
 
     def release(self, blocks: list[int]) -> list[int]:
-        """Remove one user from each of these blocks that is shared; returns the blocks that are not shared."""
+        """Remove one user from each of these blocks that has several; returns the blocks that have only one user."""
         shared = {block for block in blocks if self._further_users[block]}
         self._further_users.subtract(shared)
         return [block for block in blocks if block not in shared]

@@ -26,12 +26,15 @@ class Compute:
 
     Args:
         accelerator: torch's name of the accelerator, such as "cuda:0", or "cpu".
-        kernel, pin, threads, own_kernels: as for `TorchDevice`.
+        kernel: the kernels on the CPU: "auto", "torch", or the name of an instruction set.
+        pin: whether each thread of the native kernels is pinned to a core of its own.
+        threads: number of threads of kernels on the CPU; None to choose it by the number of cores.
+        own_kernels: the user's kernels: classes, or names such as `file.py:Class`.
 
     Attributes:
         accelerator: torch device of the accelerator's tensors.
         dtype: dtype of weights and hidden states.
-        core_plan: the numbers of the host's cores for kernels, for copies and for issuing tasks.
+        core_plan: how many of the host's cores kernels, copies, and the issuing of tasks get.
         use_cores_for: a function that sets torch's number of cores for a matrix product, given the number of rows and
             the number of entries of the matrix.
         kernels: chooses and keeps the kernel of each operation.
@@ -79,7 +82,7 @@ class Compute:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the code that oneDNN generates for products of bfloat16; 0 if it computes none."""
+        """Bytes of the code that oneDNN generates for bfloat16 products; 0 if oneDNN computes none."""
         bfloat16 = self.on_cpu and self.dtype == torch.bfloat16 and has_bfloat16()
         return CODE_BYTES if bfloat16 and not self.kernels.all_native else 0
 

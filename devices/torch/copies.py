@@ -58,7 +58,7 @@ class NumberRing:
             flat[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)
 
     def _held(self, numbers: Sequence[int]) -> Tensor:
-        """Write integers to the half that is being filled; returns the part of this half that has them."""
+        """Write integers to the half of the ring that is being filled; returns the tensor of these integers."""
         if not self._halves:
             nbytes = 2 * self._most * NUMBER_BYTES
             memory = locked_if_possible(nbytes, self._device, "memory for indices")
@@ -71,7 +71,7 @@ class NumberRing:
         return held
 
     def _turn(self) -> None:
-        """Wait for the copies from the other half of the ring, and fill that half from now on."""
+        """Wait for the copies from the other half of the ring, and begin to fill that half."""
         if self._other_copied is not None and not self._other_copied.query():
             self._other_copied.synchronize()
         self._other_copied = self._module.Event(blocking=True)

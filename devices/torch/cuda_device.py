@@ -44,7 +44,10 @@ class CudaDevice(TorchDevice):
         threads: threads for attention and experts on the host; None takes one for each core that is not needed to issue
             tasks and wait for them (`divided_cores`).
         triton: whether the kernels in Triton are tried before all others but `own_kernels`.
-        keep_logits, direct, map_files, own_kernels: as for `TorchDevice`.
+        keep_logits: whether `logits` keeps the logits of all steps.
+        direct: whether to bypass the page cache when reading files, where the system allows that.
+        map_files: whether the GPU copies streamed weights directly from the page cache where that is possible.
+        own_kernels: the user's kernels, which are tried before all others: classes, or names such as `file.py:Class`.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class CudaDevice(TorchDevice):
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Make this device one of several ranks or nodes that run a model together.
 
-        Each rank of a tensor-parallel model has the GPU of its own number; a node has the first GPU of its machine.
+        Rank i of a tensor-parallel model has GPU i; a node has the first GPU of its machine.
 
         Args:
             rank: this device's number, from 0.
@@ -106,7 +109,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """Choose the dtype to compute in: the model's own, or float16 if that is bfloat16 and the GPU has no bfloat16.
+        """Return the dtype to compute in: the model's own, but float16 in place of bfloat16 on a GPU without bfloat16.
 
         own: name of the model's dtype.
 
@@ -118,7 +121,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """Return the profile of this machine with its first GPU, whose memory is limited to what is free now.
+        """Return this machine's profile: `host` with its first GPU added, whose memory is limited to what is free now.
 
         The rates are measured ones if this GPU was calibrated, and assumed ones otherwise.
         """
@@ -173,7 +176,7 @@ class CudaDevice(TorchDevice):
 
 
 def dtype_on(capability: tuple[int, int], own: str) -> str:
-    """Choose the dtype to compute in on a GPU: float16 if the GPU is too old for bfloat16, else the model's own.
+    """Return the dtype to compute in on a GPU: float16 if the GPU is too old for bfloat16, else the model's own.
 
     Args:
         capability: the GPU's compute capability, major and minor.
@@ -191,7 +194,7 @@ def assumed_flops(capability: tuple[int, int]) -> dict[str, float]:
 
 
 def with_float16(flops: Mapping[str, float]) -> dict[str, float]:
-    """Add float16 to a CPU's FLOP/s by dtype, at the rate of float32, which the CPU converts float16 to."""
+    """Add float16 to a CPU's FLOP/s by dtype; the CPU converts float16 to float32, so the rates are equal."""
     return {**({"float16": flops["float32"]} if "float32" in flops else {}), **flops}
 
 
@@ -230,7 +233,7 @@ def refusal(cuda: CudaFacts) -> str | None:
 
 
 def kernels_in_triton() -> Sequence[Row]:
-    """Register the launches of the Triton kernels as torch operators; returns the kernels' rows for the kernel table.
+    """Register the Triton kernels' launches as torch operators; returns the kernels' classes for the kernel table.
 
     Raises:
         BadInput: Triton is not installed, or the GPU is too old for Triton.

@@ -54,7 +54,7 @@ class CudaProbe(GpuOperations):
         steps: int,
         machine: Machine,
     ) -> list[Task]:
-        """Run a small model with random weights on the GPU; returns its tasks in the order in which they ended.
+        """Run a small random model by a policy on the GPU; returns the tasks in the order in which they ended.
 
         Args:
             groups: for each micro-batch the lengths of its prompts, in tokens.

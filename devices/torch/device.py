@@ -149,7 +149,7 @@ class TorchDevice(ChoosesDtype):
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kind "stream" for each lane that is a CUDA stream, by the lane's name; empty on the CPU.
+        """The kind "stream" for each lane (queue of tasks) that is a CUDA stream, by the lane's name; empty on the CPU.
 
         All other lanes are worker threads.
         """
@@ -186,7 +186,7 @@ class TorchDevice(ChoosesDtype):
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that the device takes beyond those that the plan counts: code that oneDNN generates for products."""
+        """Bytes of memory that the plan does not count: code that oneDNN generates for products."""
         return self._compute.own_bytes
 
     @property
@@ -195,11 +195,11 @@ class TorchDevice(ChoosesDtype):
         return self._store.bytes_read
 
     def bytes_to_read(self, page: Page) -> int:
-        """Return the bytes that are read from the files for a page, as whole blocks of the disk."""
+        """Return the bytes that are read from the files for a page of weights, in whole blocks of the disk."""
         return self._store.reader.location(page).bytes_to_read
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot."""
+        """Return the bytes that a page (a part of a layer's weights) takes in a slot, memory for one page."""
         return self._store.reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -221,15 +221,15 @@ class TorchDevice(ChoosesDtype):
         self._transport = transport
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Tell an observer which experts the routers choose, from now on."""
+        """Report to an observer which experts the routers choose, from now on."""
         self._observers.routing = observer
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Give an observer the experts' activations after SiLU; most kernels have to compute these once more."""
+        """Report the experts' activations after SiLU to an observer; most kernels have to compute these once more."""
         self._observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Begin a batch: free the memory of the last batch, and allocate what the plan says.
+        """Begin a batch of prompts (token ids): free the last batch's memory, and allocate the plan's.
 
         Weights that are resident in both batches stay.
 
@@ -251,7 +251,7 @@ class TorchDevice(ChoosesDtype):
         self._open(plan, places_of(plan, self._compute), Sampling())
 
     def _start(self, plan: Plan) -> None:
-        """Free the last batch's memory, start the kernels, and prepare for the loading of weights."""
+        """Free the last batch's memory, start the kernels, and prepare to load the plan's weights."""
         config = self.layout.config
         self._warm_ups.forget()
         wait_for_device(self._compute.accelerator)  # a run that failed may have left copies
@@ -272,7 +272,7 @@ class TorchDevice(ChoosesDtype):
         self._observers.first_request = plan.batch.first_request
 
     def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
-        """Make the functions that run a plan's tasks, and start the warm-up of a GPU if the plan's sizes are new."""
+        """Make the functions that run the plan's tasks on these states and sampling; warm a GPU up for new sizes."""
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
         if self._compute.replays is not None:
@@ -313,7 +313,7 @@ class TorchDevice(ChoosesDtype):
         return topology.rank(self._global_weights, self._rank, self._transport)
 
     def execute(self, task: Task) -> Any:
-        """Run one task on the calling thread; returns its value. On a GPU this waits for the task's end."""
+        """Run a task on the calling thread; returns its value. On a GPU, this waits until the task has ended there."""
         if self._cuda is None or isinstance(task, HostKernel):
             return self._verbs[task.verb](task)
         return self._cuda.run(task)
@@ -333,5 +333,5 @@ class TorchDevice(ChoosesDtype):
 
 
 def listed(kernels: str | type | Sequence[str | type]) -> Sequence[str | type]:
-    """Put a single kernel into a list; a sequence of kernels is returned unchanged."""
+    """Return a list of a single kernel; a sequence of kernels is returned unchanged."""
     return [kernels] if isinstance(kernels, str | type) else kernels

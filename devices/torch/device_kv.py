@@ -19,7 +19,7 @@ from .compute import Compute
 class DeviceKV:
     """Keeps keys and values of prompts on the accelerator, of one layer at a time, while their KV cache is on the host.
 
-    As in the cache, each sequence begins at the start of a block, so that results are the same bit for bit.
+    Each sequence begins at the start of a block, as in the cache, so that results have the same bits.
 
     Args:
         lengths: number of tokens of each prompt, by the number of its sequence.
@@ -44,7 +44,7 @@ class DeviceKV:
             k_TKd, v_TKd: the chunk's keys and values.
 
         Returns:
-            for each sequence a view of the keys and values of all its tokens so far.
+            for each sequence a view of the keys and values of all its tokens, in earlier chunks and in this one.
         """
         views = []
         start = 0
@@ -63,7 +63,7 @@ def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute
     """Make a `DeviceKV` for each micro-batch whose prompts are in several chunks and whose KV cache is on the host.
 
     Returns:
-        the `DeviceKV` by the number of a chunk; chunks of one micro-batch share one.
+        the `DeviceKV` by the number of a chunk; all chunks of a micro-batch share one.
     """
     of_wholes: dict[int, DeviceKV] = {}
     of_chunks: dict[int, DeviceKV] = {}

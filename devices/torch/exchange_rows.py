@@ -1,8 +1,8 @@
 """The host's memory for rows that a micro-batch copies to or from the accelerator; page-locked where that is a GPU.
 
-Each micro-batch has memory of its own for its decode steps, allocated once. In the next layer a verb overwrites it; the
-verb's task waits for all tasks that read the rows of this layer. Prompts have many more rows, and only once: their
-memory comes from torch and is given back after the layer.
+Each micro-batch has memory of its own for its decode steps, allocated once. A task of the next layer overwrites it, and
+waits until all tasks that read this layer's rows have ended. Prompts have many more rows, and only once: their memory
+comes from torch and is given back after the layer.
 
 Shapes in names: T tokens, D hidden size, H heads, K key-value heads, d head size, n rows of experts.
 """
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 class AttentionRows:
-    """The host's memory for the rows of a micro-batch in attention on the host.
+    """The host's memory for a micro-batch's rows where the host computes attention.
 
     Attributes:
         qkv: queries (T, H, d), keys and values (T, K, d).
@@ -55,7 +55,7 @@ class AttentionRows:
 
 
 class RoutedRows(NamedTuple):
-    """The host's memory for the rows of a micro-batch in experts on the host.
+    """The host's memory for a micro-batch's rows where the host computes experts.
 
     Attributes:
         x_TD: the experts' input, a row for each token.
@@ -94,14 +94,14 @@ class ExchangeRows:
         self._routed = {number: RoutedRows(*(next(tensors) for _ in range(4))) for number in routed}
 
     def attention(self, micro_batch: int, tokens: int) -> AttentionRows:
-        """Return memory for attention on the host of `tokens` tokens of a micro-batch, given its number."""
+        """Return memory for attention on the host of `tokens` tokens; micro_batch: the micro-batch's number."""
         own = self._attention.get(micro_batch)
         if own is not None and len(own.attended_TX) == tokens:
             return own
         return AttentionRows(*map(self._allocate, self._shapes.attention(tokens)))
 
     def routed(self, micro_batch: int, tokens: int) -> RoutedRows:
-        """Return memory for experts on the host that compute `tokens` tokens of a micro-batch, given its number."""
+        """Return memory for experts on the host that compute `tokens` tokens; micro_batch: the micro-batch's number."""
         own = self._routed.get(micro_batch)
         if own is not None and len(own.x_TD) == tokens:
             return own
@@ -112,7 +112,7 @@ class ExchangeRows:
 
 
 class _Shapes:
-    """Computes the shapes of the tensors in `AttentionRows` and `RoutedRows` from a number of tokens."""
+    """Computes the shapes of the tensors in `AttentionRows` and `RoutedRows`, given a number of tokens."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""The running of one expert on rows of several micro-batches, with the same bits as for each micro-batch alone."""
+"""Runs one expert on rows of several micro-batches, with the same bits as for each micro-batch alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExpertPart(NamedTuple):
 
     @property
     def input(self) -> Tensor:
-        """The input rows of the expert, of which there may be more than the task computes."""
+        """The input rows of the expert: all that the micro-batch has, of which the task may compute only some."""
         return self.x_nD[self.rows.start : self.rows.stop]
 
 
@@ -114,7 +114,7 @@ class ExpertRunner:
                 part.y_nD[part.rows.start : part.rows.stop] = output_nD
 
     def apply_part(self, part: ExpertPart, expert: int | None, weights: Weights) -> None:
-        """Run an expert on the wanted rows of `part.x_nD`, and write its outputs to the same rows of `part.y_nD`."""
+        """Run an expert of a layer on the wanted rows of `part.x_nD`; outputs go to the same rows of `part.y_nD`."""
         x_nD, y_nD, rows, wanted = part
         for tile, kept in tiles_of(rows, wanted):
             kernel, run = self._bound(expert, tile.stop - tile.start, weights)
@@ -128,7 +128,7 @@ class ExpertRunner:
                 y_nD[tile][kept] = whole_nD[kept]
 
     def _size(self, expert: int | None, weights: Weights) -> int:
-        """Return the number of entries of one of the expert's matrices; `expert` None stands for the shared expert."""
+        """Return the number of entries of one of an expert's matrices; `expert` None stands for the shared expert."""
         assert weights.layer is not None, "an expert is in a layer"
         network = weights.layer.feed_forward
         return self._hidden * (network.shared if expert is None else network.intermediate)
@@ -142,9 +142,9 @@ class ExpertRunner:
     def _groups(
         self, parts: Sequence[ExpertPart], expert: int | None, weights: Weights
     ) -> Iterator[list[ExpertPart]]:
-        """Yield groups of neighbouring parts whose rows have the same bits in one call as in calls of their own.
+        """Yield groups of neighbouring parts that one call computes with the same bits as a call for each part.
 
-        expert: None for the shared expert.
+        expert: None for the shared expert. weights: the layer's.
         """
         group: list[ExpertPart] = []
         for part in parts:

@@ -1,4 +1,4 @@
-"""The input and output rows of the experts of a layer."""
+"""The input and output rows of a layer's experts on torch, one for each pair of token and chosen expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .expert_parts import ExpertPart
 
 
 class HostRows:
-    """The input and output rows of a micro-batch's experts in the host's memory.
+    """The input and output rows of a micro-batch's experts, one for each pair of token and expert, on the host.
 
     Args:
         exchanged: the memory, which has the experts' input by token, and the token of each row.
@@ -31,7 +31,7 @@ class HostRows:
 
     @cached_property
     def x_nD(self) -> Tensor:
-        """The input rows of all experts, gathered from the tokens' rows when first used."""
+        """The input rows of all experts, which are copied from the tokens' rows at the first use."""
         rows = self._exchanged
         return torch.index_select(rows.x_TD, 0, rows.tokens_n, out=rows.x_nD)
 
@@ -94,7 +94,7 @@ class ExpertRows:
             start += rows
 
     def of(self, expert: int) -> range:
-        """Return the range of an expert's rows in `x_nD` and `y_nD`; an empty range if it has none."""
+        """Return the range of an expert's rows in `x_nD` and `y_nD`, empty for an expert without rows."""
         return self._rows.get(expert, range(0))
 
     def part(self, expert: int, start: int = 0, stop: int | None = None) -> ExpertPart:

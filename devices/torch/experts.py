@@ -32,7 +32,7 @@ class TorchExperts:
         states: the state of each micro-batch, by the micro-batch's number.
         weights: a function that returns the weights of a task, given the task's operands.
         library: copies results to the host and reads the values of tasks.
-        observers: get the activations of experts, if anyone asked for them.
+        observers: are told the activations of experts, if anyone observes them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TorchExperts:
         return expert_functions.scores(logits_TE)
 
     def before_preview(self, task: Task) -> None:
-        """Set torch's number of cores for a task `preview_route`, which runs the router of a later layer early."""
+        """Set torch's number of cores for a task `preview_route`, which runs a later layer's router ahead of time."""
         weights = self._weights(task.operands)
         assert weights.layer is not None, "a view shows a layer"
         tokens = len(self._states[task.micro_batch].hidden_TD)
@@ -130,7 +130,7 @@ class TorchExperts:
         return None
 
     def _reader(self, layer: int) -> Callable[..., None]:
-        """Return the argument `read` of `Library.value`: a function that reports a layer's activations."""
+        """Return a function that reports a layer's activations to the observer, for `read` of `Library.value`."""
 
         def read(*activated: npt.NDArray[Any]) -> None:
             self._observers.activated(layer, (values_nI.copy() for values_nI in activated))
@@ -138,21 +138,21 @@ class TorchExperts:
         return read
 
     def warm_expert(self, task: Task) -> None:
-        """Run one expert on a row of zeros, only to read its weights."""
+        """Run one expert on a row of zeros, only to read its weights, so that the system keeps them in memory."""
         x_1D = torch.zeros_like(self._states[task.micro_batch].rows.x_nD[:1])
         part = ExpertPart(x_1D, torch.empty_like(x_1D), range(1), range(1))
         self._runner.apply([part], task.expert, self._weights(task.operands))
 
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
-        """Test whether an expert runs on one core, beside other experts; False for a kernel with threads of its own.
+        """Test whether an expert runs on one core beside other experts; False if its kernel has threads of its own.
 
-        rows: the expert's number of rows.
+        rows: the expert's number of rows. weights: the layer's.
         """
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
 
 
 def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays: Any) -> Mapping[int, int]:
-    """Call `read` for the number of rows of each expert, and set these numbers in `rows`; returns them.
+    """Call `read` for the number of rows of each expert; returns these numbers, which are also set in `rows`.
 
     Args:
         rows: the rows of the micro-batch, sorted by expert.

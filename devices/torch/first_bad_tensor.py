@@ -30,7 +30,7 @@ PlainBlocks = dict[str, list[Tensor]]
 
 
 class FirstBadTensor:
-    """Computes a step of one micro-batch again, page by page from the files, until a tensor has a number not finite.
+    """Computes a micro-batch's step again, page by page from the files, to find the first tensor that is not finite.
 
     Beside the activations, memory is needed for one expert or one layer's dense part. No KV cache is written to. In
     tensor-parallel runs only the weights are checked.
@@ -66,7 +66,7 @@ class FirstBadTensor:
         yield from self._step(state)
 
     def _step(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
-        """Compute a step again; yields each tensor with a description, in the order of computation.
+        """Compute a micro-batch's step again; yields pairs of a description and a tensor, in the order of computation.
 
         The weights are among the tensors.
         """
@@ -120,9 +120,10 @@ class FirstBadTensor:
     def _experts(
         self, layer: int, network: FeedForward, experts_Tk: Tensor, rows: ExpertRows
     ) -> Iterator[tuple[str, Tensor]]:
-        """Run the experts that have rows; yields their weights and outputs, each with a description.
+        """Run the experts that have rows; yields pairs of a description and a tensor: the experts' weights and outputs.
 
         Args:
+            layer, network: the layer's number and its description.
             experts_Tk: the experts of each token.
             rows: the experts' rows, which the outputs are written to.
         """
@@ -141,8 +142,8 @@ class FirstBadTensor:
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
         """Return views of copies of the keys and values that the step's tokens attend to.
 
-        Earlier tokens are copied from the KV cache. New tokens' keys and values are the given ones, since a cache on
-        the host may not have them yet.
+        Earlier tokens are copied from the layer's KV cache. New tokens' keys and values are the given ones, since a
+        cache on the host may not have them yet.
         """
         views = []
         start = 0
@@ -159,7 +160,7 @@ class FirstBadTensor:
         return views
 
     def _weights(self, pages: Sequence[Page]) -> PlainBlocks:
-        """Read pages from the files; returns their tensors by canonical name, as row blocks that are not coded."""
+        """Read pages from the files; returns their tensors by canonical name, as row blocks, decoded if quantized."""
         weights: PlainBlocks = {}
         for page in pages:
             memory = aligned_bytes(self._reader.bytes_in_slot(page))

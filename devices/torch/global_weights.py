@@ -30,7 +30,7 @@ class GlobalWeights(NamedTuple):
 def read_global_weights(
     config: ModelConfig, reader: PageReader, compute: Compute, rank: int
 ) -> GlobalWeights:
-    """Read the weights outside the layers to the accelerator.
+    """Read the weights outside the layers from the files to the accelerator.
 
     The attention sinks of all layers are read, too, and given to the kernels, since attention kernels read no page.
     Where the embedding is also the LM head, the head has only this rank's rows of the embedding.

@@ -1,4 +1,4 @@
-"""The memory of a GPU that a plan may use, and a setting of torch's allocator."""
+"""The bytes of a GPU's memory that a plan may use, and a setting of torch's allocator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def usable_bytes(free: int) -> int:
-    """Return the bytes that a plan may use of a GPU; the rest is for libraries and the allocator.
+    """Return the bytes of a GPU that a plan may use; the rest is for libraries and the allocator.
 
     free: bytes that are free on the GPU.
 
@@ -39,7 +39,7 @@ def usable_bytes(free: int) -> int:
 
 
 def with_usable_memory(machine: Machine, free: int) -> Machine:
-    """Limit the accelerator's memory in a machine's profile to the bytes that a plan may use now.
+    """Return a machine's profile in which the accelerator has as many bytes of memory as a plan may use now.
 
     free: bytes that are free on the GPU.
 
@@ -53,7 +53,7 @@ def with_usable_memory(machine: Machine, free: int) -> Machine:
 
 
 def require_room(plan: Plan, device: torch.device) -> None:
-    """Check that a GPU has as much memory as a plan takes; memory that torch's allocator holds counts as free.
+    """Check that a GPU has the memory that a plan takes; memory that torch's allocator holds in reserve counts as free.
 
     Raises:
         OutOfMemory: the GPU has less memory than the plan takes.
@@ -69,6 +69,6 @@ def require_room(plan: Plan, device: torch.device) -> None:
 
 
 def let_segments_grow(environment: Mapping[str, str] = os.environ) -> None:
-    """Make torch's allocator use expandable segments, which leave no unusable gaps, unless the user configured it."""
+    """Make torch's allocator use expandable segments, so without unusable gaps, unless `environment` configures it."""
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -76,7 +76,7 @@ class GpuOperations:
         self._module.empty_cache()
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """Repeat an operation while the operations `beside` are repeated, too; returns its mean seconds."""
+        """Return the mean seconds of an operation, repeated while the operations `beside` are repeated, too."""
         with torch.inference_mode(), ExitStack() as running:
             call, others = self._call(operation), [(other, self._call(other)) for other in beside]
             running.callback(self._module.synchronize)
@@ -124,12 +124,12 @@ class GpuOperations:
         return (perf_counter() - start) / times
 
     def _repetitions(self, call: Call, seconds: float) -> int:
-        """Choose a number of repetitions from LEAST to MOST with which a call is repeated for about `seconds`."""
+        """Return a number of repetitions, from 3 to 200, with which a call is repeated for about `seconds`."""
         self._timed(call, 1)  # may prepare its kernel
         return min(MOST, max(LEAST, round(seconds / max(self._timed(call, 1), 1e-9))))
 
     def _call(self, operation: Operation) -> Call:
-        """Make data for an operation; returns a function that runs it on the CPU or starts it on the current stream."""
+        """Make data for an operation; returns a function that runs it on the CPU, or enqueues it on a CUDA stream."""
         match operation:
             case Product():
                 return self._product(operation)
@@ -184,7 +184,7 @@ class GpuOperations:
         return lambda: self._copy_within_host(next(targets), next(sources))
 
     def _copy_within_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a page from ordinary memory into a staging slot."""
+        """Copy a page of weights from ordinary memory (`source`) to page-locked memory (`target`), by threads."""
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
@@ -208,7 +208,7 @@ class GpuOperations:
 
 
 def is_enqueued(operation: Operation) -> bool:
-    """Test whether the host only enqueues an operation, since it runs on a stream of the GPU."""
+    """Test whether an operation runs on a stream of the GPU, so that the host only enqueues it."""
     match operation:
         case Product():
             return operation.processor == GPU
@@ -221,7 +221,7 @@ def is_enqueued(operation: Operation) -> bool:
 
 @contextmanager
 def _in_a_thread(call: Call) -> Iterator[None]:
-    """Repeat a call on another thread while the context lasts."""
+    """Repeat a call on another thread until the context ends."""
     ended = Event()
 
     def repeat() -> None:

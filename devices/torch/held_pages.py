@@ -1,4 +1,4 @@
-"""Pages of weights that the host's memory holds, page-locked or not, from one batch to the next."""
+"""Pages of weights that the host's memory holds, page-locked or not, for several batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HeldPage(NamedTuple):
     """A page of weights in the host's memory.
 
     Attributes:
-        parts: pieces of memory with the page's bytes; each has the offset `at` that it would have in a slot.
+        parts: pieces of memory with the page's bytes; the field `at` of each is the offset of its bytes in a slot.
         locked: whether the memory is page-locked, so that a GPU copies from it directly.
     """
 
@@ -28,7 +28,7 @@ class HeldPage(NamedTuple):
 
     @classmethod
     def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
-        """Make a `HeldPage` of a page that is in one piece of memory."""
+        """Make a `HeldPage` from one piece of memory with all bytes of a page. locked: whether it is page-locked."""
         return cls((PagePart(0, memory),), locked)
 
 
@@ -37,7 +37,7 @@ class CannotHold(MoeschedError):
 
 
 class HeldPages:
-    """Holds pages in the host's memory, each in an allocation of its own.
+    """Holds pages of weights in the host's memory, each in an allocation of its own.
 
     Args:
         threads: number of threads that read pages.
@@ -57,7 +57,7 @@ class HeldPages:
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
         """Hold exactly these pages: free all others, and read those that are missing; after an error, no page is held.
 
-        tell: is called with the progress.
+        tell: is called with the progress of reading.
 
         Raises:
             CannotHold: the system locks no more memory.
@@ -75,7 +75,7 @@ class HeldPages:
         self._pages = kept | {page.id: held for page, held in zip(missing, read, strict=True)}
 
     def get(self, page: Page) -> HeldPage | None:
-        """Return a page in the host's memory; None if the page is not held."""
+        """Return a held page's memory and whether it is page-locked; None if the page is not held."""
         return self._pages.get(page.id)
 
     def _read(self, page: Page) -> HeldPage:

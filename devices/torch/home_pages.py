@@ -1,4 +1,4 @@
-"""The home of streamed weights in the host's memory: a GPU with a memory of its own copies pages from there."""
+"""The home of streamed weights: the host's memory, from which a GPU with a memory of its own copies pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = Log(__name__)
 
 
 class _Way(Protocol):
-    """A way to hold pages in the host's memory, such as in mapped files; `HeldPages` explains the methods."""
+    """The interface of a way to hold pages of weights in the host's memory, such as `HeldPages` or mapped files."""
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None: ...
 
@@ -31,7 +31,7 @@ class _Way(Protocol):
 
 
 class HomePages:
-    """Holds pages in the host's memory, in the fastest way that the system allows; they stay from batch to batch.
+    """Holds pages of weights in the host's memory from batch to batch, in the fastest way that the system allows.
 
     The ways, from the fastest: files mapped in the page cache, memory registered with CUDA, ordinary memory.
 
@@ -96,7 +96,7 @@ class HomePages:
             reasons.append(reason)
 
     def close(self) -> None:
-        """Free all pages."""
+        """Free all pages that are held."""
         self._free_all_but(None)
 
     def _free_all_but(self, kept: _Way | None) -> None:
@@ -122,7 +122,7 @@ class HomePages:
 
 
 def _unfit(way: str, plan: Plan) -> str:
-    """Return the reason why a way to hold pages does not suit a plan; empty if the way suits it.
+    """Return the reason why a way to hold pages does not suit a plan; empty if it does.
 
     way: the way's name, such as "mapped files".
     """
@@ -137,8 +137,8 @@ def _unfit(way: str, plan: Plan) -> str:
 def _at_home(plan: Plan) -> Sequence[Page]:
     """List the pages that a plan keeps in the host's memory.
 
-    These are the pages that the plan places there; if it places none, but streams weights from the host, all that are
-    not resident on the accelerator; else the pages that are resident on the host.
+    These are the pages that the plan places there. If it places none: all pages not resident on the accelerator, if
+    weights are streamed from the host; otherwise the pages that are resident on the host.
     """
     fast, host = plan.memory("accelerator"), plan.memory("host")
     if plan.weights.home is not None:

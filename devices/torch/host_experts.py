@@ -29,7 +29,7 @@ class HostExperts:
         weights: a function that returns the weights of a task, given the task's operands.
         exchanged: the host's memory for the rows.
         there: runs the experts that are computed on the accelerator.
-        observers: get the activations of experts, if anyone asked for them.
+        observers: are told the activations of experts, if anyone observes them.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HostExperts:
         self._observers = observers
 
     def offload_routed(self, task: Task) -> None:
-        """Copy to the host the experts' input, one row for each token, and for each of the experts' rows its token."""
+        """Copy to the host the experts' input, one row for each token, and for each expert row its token's number."""
         rows = self._states[task.micro_batch].rows
         if not len(rows.x_nD):  # the layer has no experts
             return
@@ -61,11 +61,7 @@ class HostExperts:
         rows.on_host = HostRows(on_host)
 
     def run_expert(self, task: Task) -> Any:
-        """Run one expert on its rows; a task of the class `HostKernel` runs on the host, others on the accelerator.
-
-        Returns:
-            the task's value.
-        """
+        """Run an expert on its rows, on the host or the accelerator by the task's class; returns the task's value."""
         if not isinstance(task, HostKernel):
             return self._there.run_expert(task)
         weights, parts = self._weights(task.operands), []
@@ -81,7 +77,7 @@ class HostExperts:
         return None
 
     def load_routed(self, task: Task) -> None:
-        """Copy the output rows of experts on the host to the accelerator; adjacent rows take one copy."""
+        """Copy the output rows of experts that ran on the host to the accelerator; adjacent rows take one copy."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
         y_nD = rows.on_host.y_nD
@@ -91,7 +87,7 @@ class HostExperts:
 
 
 def _joined(ranges: Sequence[range]) -> list[slice]:
-    """Convert ranges in ascending order to slices, and merge adjacent ones."""
+    """Return ranges, which are in ascending order, as slices; adjacent ranges become one slice."""
     slices: list[slice] = []
     for each in ranges:
         if slices and slices[-1].stop == each.start:

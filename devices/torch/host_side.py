@@ -32,7 +32,7 @@ class HostSide:
         store: the weights.
         attention: runs attention for micro-batches whose KV cache is on the accelerator.
         exchanged: the host's memory for the rows of attention.
-        kv_slots: buffers on the accelerator; `load_kv` copies the keys and values of a micro-batch in one layer to one.
+        kv_slots: buffers on the accelerator, each for the keys and values of a micro-batch in one layer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HostSide:
         self._there = attention
 
     def bring(self, task: PageTransfer) -> None:
-        """Copy a task's pages to its slots: from slots that the task names, from host memory, or from the files."""
+        """Copy a task's pages to its slots: from the slots that the task names, from host memory, or from the files."""
         store = self._store
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
@@ -77,12 +77,10 @@ class HostSide:
                 store.copies.to_accelerator(page, held, target)
 
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
-        """Return a page in the host's memory, from the slot `source` or from the plan's home of weights.
+        """Return a page in the host's memory; None if the page is not there.
 
-        source: a slot of a pool on the host; None, or a slot that has one page for the whole run, for the home.
-
-        Returns:
-            the page; None if it is not there.
+        source: the slot of a pool on the host that has the page. If None, or a slot that has one page for the whole
+        run, the page is taken from the plan's home of weights.
         """
         if source is None or source.fixed:
             return self._store.home.get(page)
@@ -106,14 +104,14 @@ class HostSide:
             self._attend_to_loaded(task)
 
     def _attend_to_loaded(self, task: Task) -> None:
-        """Run attention of a decode step over the new tokens and the keys and values that `load_kv` copied."""
+        """Attend in a decode step on the accelerator, to keys and values that `load_kv` copied and to new ones."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Run attention of prompts whose KV cache is on the host, over keys and values on the accelerator."""
+        """Attend from prompts on the accelerator, to keys and values there, while the KV cache is on the host."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)
@@ -175,7 +173,7 @@ def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
-    """Return the layers whose KV cache is on the host, by the number of a micro-batch or of a chunk of prefill."""
+    """Return the layers whose KV cache is on the host, by the number of a micro-batch or of a prefill chunk."""
     kv = plan.kv
     if not plan.nodes.attends:
         return {}

@@ -83,7 +83,7 @@ def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
 
 
 def library_bytes(device: str = "cuda:0") -> int:
-    """Measure the bytes of a GPU that the first product on a new stream takes, mostly cuBLAS's workspace."""
+    """Measure the bytes of a GPU that the first product on a new stream takes, mostly for cuBLAS's workspace."""
     place = torch.device(device)
     module: Any = torch.get_device_module(place)
     before: int = module.memory_reserved(place)

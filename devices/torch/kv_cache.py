@@ -37,7 +37,7 @@ class BlockedKV:
         indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
         allocate: a function that returns a uint8 tensor of a number of bytes, for the arena; None for torch's own
             memory.
-        kernels: native kernels that write to a cache on the host; None lets torch write.
+        kernels: native kernels that write to a cache on the host; None if torch writes.
 
     Attributes:
         table: the blocks of each sequence.
@@ -149,7 +149,7 @@ class BlockedKV:
             half.index_copy_(0, slots_T, new_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
-        """Return the cached keys and values of a step's sequences, new tokens included, in the order of the sequences.
+        """Return a layer's cached keys and values of a step's sequences, new tokens included, in the sequences' order.
 
         The result has views of the arena where a sequence's blocks are contiguous, and copies elsewhere.
 
@@ -158,11 +158,11 @@ class BlockedKV:
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
     def at(self, layer: int) -> CachedLayer:
-        """Return one layer of the cache, for attention kernels."""
+        """Return one layer of the cache, in the form that attention kernels take."""
         return CachedLayer(self, layer)
 
     def layer(self, layer: int) -> LayerAddresses:
-        """Return the addresses of a layer's keys and values, for native attention."""
+        """Return the addresses of a layer's keys and values, as arguments of native attention."""
         keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
         return LayerAddresses(keys, keys + self._half_bytes, self.block_size, self._window)
 
@@ -198,7 +198,7 @@ class CachedLayer:
 
     @property
     def addresses(self) -> LayerAddresses:
-        """The addresses of the layer's keys and values, for native attention."""
+        """The addresses of the layer's keys and values, as arguments of native attention."""
         return self.cache.layer(self.layer)
 
     def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:

@@ -37,7 +37,7 @@ class Run(NamedTuple):
 class Gather(NamedTuple):
     """Neighbouring sequences of a step in scattered blocks, whose keys and values are copied together for attention.
 
-    As in the cache, each sequence's copy begins at the start of a block, so that results are the same bit for bit.
+    Each sequence's copy begins at the start of a block, as in the cache, so that results have the same bits.
 
     Attributes:
         queries: number of new tokens of each sequence.
@@ -88,7 +88,7 @@ class KVStep:
 
     @cached_property
     def in_blocks(self) -> SequencesInBlocks:
-        """For each sequence its number of tokens in blocks, new ones included; and the blocks of all sequences."""
+        """The number of tokens of each sequence in blocks, new ones included; and the blocks of all sequences."""
         lengths, blocks = array("q"), array("q")
         for growth in self._growths:
             lengths.append(growth.length)
@@ -102,10 +102,10 @@ class KVStep:
 
     @property
     def listed(self) -> array[int]:
-        """Integers for GPU kernels, in one array.
+        """The integers that GPU kernels read, in one array.
 
-        In order: the number of tokens of each sequence in its blocks; the index of each sequence's first block in the
-        list of blocks; the list of the blocks of all sequences.
+        In this order: the number of tokens of each sequence in its blocks; the index of each sequence's first block in
+        the list of blocks; the list of the blocks of all sequences.
         """
         lengths, blocks = self.in_blocks
         counts = (len(growth.seen.blocks) for growth in self._growths[:-1])
@@ -113,9 +113,9 @@ class KVStep:
 
     @property
     def numbers(self) -> list[array[int]]:
-        """All arrays of integers that attention on a GPU needs.
+        """All arrays of integers that attention on a GPU needs: `listed`, and often two more.
 
-        These are `listed`, and unless each sequence has one new token, also `slots` and the numbers of `starts`.
+        Unless each sequence has one new token, `slots` and the numbers of `starts` follow.
         """
         return [self.listed] if self.one_each else [self.listed, self.slots, self._firsts]
 
@@ -133,7 +133,7 @@ class KVStep:
     def table(self, upload: Indices) -> Tensor:
         """Return the integers of `listed` as a tensor on the accelerator; the tensor is made once and kept.
 
-        upload: a function that makes the tensor from integers; not called if `keep` was given the tensor.
+        upload: a function that makes an int64 tensor from integers; not called if `keep` was given the tensor.
         """
         if self._table is None:
             self._table = upload(self.listed)
@@ -146,7 +146,7 @@ class KVStep:
 
     @property
     def last(self) -> list[int]:
-        """For each sequence the index of its last new token among the new tokens of all sequences."""
+        """The index of each sequence's last new token among the new tokens of all sequences."""
         return [stop - 1 for stop in accumulate(self.new)]
 
     @cached_property
@@ -163,7 +163,7 @@ class KVStep:
 
     @cached_property
     def kept(self) -> list[range]:
-        """The ranges of the new tokens that the cache keeps, as indices among the new tokens of all sequences."""
+        """The new tokens that the cache keeps, as ranges of indices among the new tokens of all sequences."""
         if self.in_place:
             return [range(sum(self.new))]
         kept = []
@@ -179,9 +179,9 @@ class KVStep:
 
     @cached_property
     def starts(self) -> Tensor:
-        """For each sequence the index of its first new token among all new tokens; the last entry is the number of all.
+        """The index of each sequence's first new token among all new tokens, and at the end the number of all.
 
-        A tensor on the cache's device.
+        The result is a tensor on the cache's device.
         """
         return self._indices(self._firsts)
 
@@ -191,7 +191,7 @@ class KVStep:
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """The step's sequences in order, grouped so that one view or one copy shows each group."""
+        """The step's sequences, in order, grouped so that one view (`Run`) or one copy (`Gather`) shows a group."""
         parts: list[Run | Gather] = []
         for growth in self._growths:
             alone = self._alone(growth.seen.blocks, growth.length, growth.new)
@@ -204,13 +204,13 @@ class KVStep:
 
     @property
     def before(self) -> Iterator[list[range]]:
-        """For each sequence, the slots of the tokens cached before the step, as the fewest ranges in order."""
+        """The slots of each sequence's tokens that were cached before the step, as the fewest ranges in order."""
         for growth in self._growths:
             tokens = range(growth.past - growth.seen.first)
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """Return the same step for memory in which the blocks of all sequences follow one another, numbered from 0."""
+        """Return this step for memory in which the sequences' blocks follow one another, numbered from 0."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))
@@ -252,7 +252,7 @@ def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range
 
 
 def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
-    """List the slots of all these blocks, in order.
+    """List the slots of these blocks, in order.
 
     block_size: number of slots in a block.
     """
@@ -260,7 +260,7 @@ def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
 
 
 def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
-    """Add a sequence to a group; returns the larger group, or None if one view or copy cannot show all of it.
+    """Add a sequence to a group; returns the larger group, or None if no single view or copy can show it.
 
     Args:
         part: the group.

@@ -49,14 +49,14 @@ class LoadedKV:
 
     @property
     def addresses(self) -> LayerAddresses:
-        """The addresses of the copied keys and values, for native attention."""
+        """The addresses of the copied keys and values, as arguments of native attention."""
         keys, values = (half.data_ptr() for half in self._slot.chunk(2))
         return self._cached.addresses._replace(keys=keys, values=values)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
         """Store the new tokens' keys and values behind the cached ones of their sequences; returns views of all.
 
-        step: ignored: the constructor's step is used.
+        step: ignored, as the constructor's step is used.
         """
         start = 0
         for keys_SLKd, values_SLKd, new in self._views:
@@ -69,7 +69,7 @@ class LoadedKV:
 
 
 def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
-    """Copy keys (or values) that were cached before a step to flat memory of the accelerator.
+    """Copy the keys (or the values) that were cached before a step to flat memory of the accelerator.
 
     Only contiguous pieces are copied, since other copies would take memory of the GPU beside the plan's.
 

@@ -1,4 +1,4 @@
-"""The loading of many items on several threads, with reports of progress."""
+"""A function that loads many items on several threads, and reports the progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_each(
 
     Args:
         sizes: bytes of each item, for the progress.
-        threads: number of threads; at most THREADS are used.
+        threads: number of threads; at most 8 are used.
         tell: is called with a text, the bytes loaded so far, and all bytes.
     """
     loaded: list[Loaded] = []

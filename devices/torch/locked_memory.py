@@ -55,7 +55,7 @@ def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Tensor:
-    """Return page-locked memory as `locked_bytes` does; if that fails, warn and return ordinary memory.
+    """Return `nbytes` bytes of page-locked memory; if the system locks none, warn and return ordinary memory.
 
     Copies between ordinary memory and a GPU are slow.
 
@@ -106,7 +106,7 @@ def _unregister(runtime: Any, address: int) -> None:
 
 
 def _unlock(unlock: Callable[[], None], memory: mmap.mmap) -> None:
-    """Unlock registered memory; the memory itself is freed with the last reference to `memory`.
+    """Unlock memory that was registered with CUDA; the memory itself is freed with the last reference to `memory`.
 
     unlock: the function that `lock` returned.
     """

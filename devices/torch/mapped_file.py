@@ -22,10 +22,10 @@ DONT_NEED = 4
 
 
 class MappedFile:
-    """A file that is mapped as a whole; the system reads a part when `advise` asks for it or the process uses it.
+    """A file that is mapped as a whole; the system reads a part when `advise` asks for it or the process reads it.
 
-    The system kills a process that reads a mapped part which was cut off the file. So a lease delays processes that
-    want to write to the file, by up to 45 seconds, and `require` reports them.
+    If another process truncates the file, the system kills a process that reads the lost part. So a lease delays
+    writers, by up to 45 seconds, and `require` reports them.
 
     Args:
         remedy: advice for a user who has to write to the file, or has too little memory to map it.
@@ -81,7 +81,7 @@ class MappedFile:
 
 @cache
 def system_takes(advice: int) -> bool:
-    """Test whether the system accepts an advice of `madvise`; False outside Linux.
+    """Test whether the system's `madvise` accepts an advice; False outside Linux.
 
     advice: number of the advice on Linux.
     """

@@ -35,7 +35,7 @@ class MappedHome:
 
     @staticmethod
     def obstacle(reader: PageReader) -> str:
-        """Return the reason why a GPU cannot use pages as they are in the files; empty if it can."""
+        """Return the reason why a GPU cannot use pages as they are in the files of `reader`; empty if it can."""
         if reader.converts:
             return "the files have the weights in another form than the kernels"
         return "" if RegisteredFiles.possible() else "mapped files need Linux 5.14 or later"

@@ -23,8 +23,8 @@ class MappedPages:
     the process has at most as many pages mapped in memory as there are slots. A kernel that still reads a page which
     its slot has dropped gets the same bytes, only later.
 
-    When another process wants to write to a file, the next `bring` of a page raises an error. The error is in time
-    if pages are brought in at least every 45 seconds, after which the system lets the process write.
+    When another process wants to write to a file, the next call of `bring` raises an error. That is in time if `bring`
+    is called at least every 45 seconds, after which the system lets the process write.
 
     Args:
         reader: locates the blocks of a page in the files.
@@ -51,7 +51,7 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Test whether the system reads mapped files on request (Linux 5.14), and kernels can use their bytes as is."""
+        """Test whether the system reads mapped files on request (Linux 5.14), and files have bytes as kernels need."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
@@ -75,11 +75,11 @@ class MappedPages:
         )
 
     def views(self, page: Page) -> NamedBlocks:
-        """Return a page's tensors by their canonical names, each as row blocks from top to bottom."""
+        """Return the tensors of a page of weights by their canonical names, each as row blocks from top to bottom."""
         return self._views[page.id]
 
     def hide(self) -> None:
-        """Empty all slots, so that the system may drop their pages from the process's memory."""
+        """Empty all slots, so that the system may drop the slots' pages from the process's memory."""
         for page in self._shown.values():
             self._advise(page, DONT_NEED)
         self._shown.clear()

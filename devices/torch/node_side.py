@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NodeSide:
-    """Runs the computations that exist only where several nodes share a model's experts.
+    """Runs the computations that exist only where several nodes (machines) share a model's experts.
 
     Args:
         moe: runs the router.
@@ -48,7 +48,7 @@ class NodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Tensor:
-        """Return the weighted sum of this node's own experts' outputs for each token, float32 (T, D)."""
+        """Return the weighted sum of this node's own experts' outputs, (T, D) float32, on the accelerator."""
         use_cores(1)
         state = self._states[task.micro_batch]
         for expert, node in task.operands.items():
@@ -87,7 +87,7 @@ class NodeSide:
         return self._moe.group(task, routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take over the result of the first node's `route`; returns the number of rows of each expert that has any.
+        """Keep the first node's router result as this node's; returns the number of rows of each expert that has any.
 
         routed_TX: the second value that `route` returned on the first node.
         """

@@ -1,4 +1,4 @@
-"""The copying of pages from the host's memory into slots, on the host or on a GPU."""
+"""The copying of pages of weights from the host's memory into slots, on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = Log(__name__)
 
 
 class PageCopies:
-    """Copies pages from the host's memory into slots of the host's or of the accelerator's memory.
+    """Copies pages of weights from the host's memory into slots of the host's or of the accelerator's memory.
 
     Attributes:
         ring: page-locked buffers for copies from ordinary memory to a GPU; None before `make_ring`, or if CUDA locks no
@@ -46,7 +46,7 @@ class PageCopies:
                 _log.warning("copies of weights to the GPU are slow", reason=str(error))
 
     def to_accelerator(self, page: Page, held: HeldPage, slot: Tensor) -> None:
-        """Copy a page to a slot of the accelerator's memory, in the layout for kernels, on the current stream.
+        """Copy a page of weights to a slot on the accelerator, in the layout for kernels, on the current stream.
 
         Args:
             held: the page in the host's memory.
@@ -60,7 +60,7 @@ class PageCopies:
             slot[offset : offset + len(piece)].copy_(piece, non_blocking=True)
 
     def to_host(self, held: HeldPage, slot: Tensor) -> None:
-        """Copy a page to a slot of the host's memory.
+        """Copy a page of weights to a slot of the host's memory.
 
         Args:
             held: the page in the host's memory.

@@ -1,4 +1,4 @@
-"""The operations of the torch device that `moesched calibrate` times, kernels and reads of files, with made-up data."""
+"""The operations that `moesched calibrate` times on the torch device: kernels and file reads, on made-up data."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TorchProbe:
             file.close()
 
     def ready(self) -> AbstractContextManager[object]:
-        """Return the context manager in which threads must call the operations, as the device's lanes do."""
+        """Return the context manager that a thread must enter before it calls the operations."""
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
@@ -72,8 +72,8 @@ class TorchProbe:
         """Make matrices (outputs, inputs) for timing their products with some rows.
 
         Args:
-            dtype: dtype of the rows, and of matrices that are not coded.
-            stored: coded storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
+            dtype: dtype of the rows, and of matrices that are not quantized.
+            stored: quantized storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
                 row.
             packed: whether torch multiplies by packed matrices; otherwise native kernels multiply few rows.
 
@@ -92,9 +92,9 @@ class TorchProbe:
         return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
-        """Return a function that reads `pieces` pieces of a file, `nbytes` bytes each, side by side into slots.
+        """Return a function that reads `pieces` pieces of a file at once, `nbytes` bytes each, into slots of memory.
 
-        A transfer of pages reads in the same way.
+        The device reads pages in the same way.
         """
         if path not in self._files:
             self._files[path] = DirectFile(path)

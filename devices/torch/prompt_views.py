@@ -16,7 +16,7 @@ from .kv_step import KVStep
 def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) -> list[KVView]:
     """Return the keys and values that a step's new tokens attend to, in the order of the step's sequences.
 
-    Attention over them gives bit for bit the results of a cache that keeps all tokens: neighbouring sequences of one
+    Attention to these views has the same bits as with a cache that keeps all tokens: neighbouring sequences of equal
     length are one view, and tokens before the window are zeros.
 
     Args:
@@ -29,7 +29,7 @@ def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) 
 
 
 def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
-    """Group neighbouring sequences that have equal numbers of new and of earlier tokens.
+    """Group neighbouring sequences of a step that have equal numbers of new and of earlier tokens.
 
     Returns:
         for each group the pair (new tokens, earlier tokens) of each sequence, and the number of sequences.
@@ -39,7 +39,7 @@ def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
 
 
 def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tensor]:
-    """Yield for each group of `_runs` the keys or values that its new tokens attend to, (S, L, K, d)."""
+    """Yield for each group of `_runs` the keys (or values) that the group's new tokens attend to, (S, L, K, d)."""
     start, before = 0, step.before
     for (new, past), sequences in _runs(step):
         stop = start + new * sequences
@@ -79,7 +79,7 @@ def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, o
 
 
 def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) -> None:
-    """Copy slots of a cache to the beginning of a sequence's memory, one after the other.
+    """Copy the contents of slots of a cache to the beginning of a sequence's memory, one after the other.
 
     Args:
         there_LKd: the sequence's memory, on any device.
@@ -96,7 +96,7 @@ def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) ->
 def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Cut a tensor of a shape (S, L, K, d) from the start of flat memory; returns the tensor and the remaining memory.
 
-    As in the cache, each sequence begins at the start of a block, so that results are the same bit for bit.
+    Each sequence begins at the start of a block, as in the cache, so that results have the same bits.
     """
     sequences, length, kv_heads, head_dim = shape
     room = cached_tokens(length)

@@ -1,4 +1,4 @@
-"""The tasks that exist only in tensor-parallel runs: all-reduces, and logits from the rank's rows of the LM head."""
+"""The tasks that only tensor-parallel runs have: all-reduces, and logits from this rank's rows of the LM head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankSide:
         states: the state of each micro-batch, by the micro-batch's number.
         head: a function that computes a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM
             head.
-        draw: a function that chooses a micro-batch's tokens, given a task `sample` and the logits (S, V).
+        draw: a function that chooses a micro-batch's next tokens, given a task `sample` and the logits (S, V).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RankSide:
         self._logits_SV: dict[int, Tensor] = {}
 
     def all_reduce(self, task: Collective) -> None:
-        """Replace the rank's part of a micro-batch's hidden states, or of its logits, by the sum over all ranks."""
+        """Replace this rank's part of a micro-batch's hidden states, or logits, by the sum of all ranks' parts."""
         if task.operands == LOGITS:
             self._logits_SV[task.micro_batch] = self._sum(task, self._logits_SV[task.micro_batch])
         else:
@@ -55,7 +55,7 @@ class RankSide:
             state.hidden_TD = self._sum(task, state.hidden_TD)
 
     def logits(self, task: Task) -> None:
-        """Compute the micro-batch's logits over the whole vocabulary, zero for tokens whose rows other ranks have."""
+        """Compute a micro-batch's logits over the whole vocabulary, with zeros for the tokens of other ranks' rows."""
         part_SV = self._head(self._states[task.micro_batch])
         rows = part_SV.shape[1]
         logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
@@ -63,13 +63,13 @@ class RankSide:
         self._logits_SV[task.micro_batch] = logits_SV
 
     def sample(self, task: Task) -> Any:
-        """Choose the micro-batch's next tokens from its logits, after these were summed over all ranks."""
+        """Choose the micro-batch's next tokens from its logits, which have been summed over all ranks."""
         return self._draw(task, self._logits_SV[task.micro_batch])
 
     def _sum(self, task: Collective, part: Tensor) -> Tensor:
-        """Sum the parts of all ranks in float32, exchanged through the host's memory; returns the sum.
+        """Exchange all ranks' parts through the host's memory; returns their sum, added up in float32.
 
-        part: this rank's part; the sum has its shape, dtype and device.
+        part: this rank's part, whose shape, dtype and device the sum has.
         """
         with making_part(self._transport, self._rank, task):
             mine = part.float().cpu().numpy()

@@ -17,7 +17,7 @@ UNREAD = 16
 class ReadBack:
     """Copies results of an accelerator to page-locked memory of the host, which is reused once the results were read.
 
-    Results of more than `MOST_READ_BACK` bytes, which decode steps do not have, get new memory each time.
+    Large results (above `MOST_READ_BACK` bytes), which decode steps do not have, get new memory each time.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class RegisteredFiles:
 
     @staticmethod
     def possible() -> bool:
-        """Test whether the system reads mapped files on request, as Linux 5.14 and later does."""
+        """Test whether the system can be made to read mapped files ahead, as with Linux 5.14 and later."""
         return system_takes(POPULATE_READ)
 
     def __getitem__(self, path: Path) -> MappedFile:

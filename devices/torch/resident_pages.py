@@ -21,7 +21,7 @@ READERS = 2
 
 
 class ResidentPages:
-    """Loads resident pages on threads of its own, and keeps them.
+    """Loads the pages of weights that stay for the whole run, on threads of its own, and keeps them.
 
     Args:
         compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
@@ -42,7 +42,7 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Sequence[Page]) -> int:
-        """Free all pages but these; returns the number of these pages that are missing and have to be loaded.
+        """Free all pages but these; returns how many of these are missing and have to be loaded.
 
         On a GPU, pages that share an allocation are kept or freed together, and memory is allocated for the missing
         pages.
@@ -54,7 +54,7 @@ class ResidentPages:
         return len(pages) - len(self._pages)
 
     def expect(self, count: int, staging: Sequence[torch.Tensor] = ()) -> None:
-        """Prepare to load `count` pages; the `load` of the last one returns when all of them are in memory.
+        """Prepare to load `count` pages; the last call of `load` returns when all of them are in memory.
 
         staging: buffers that pages are read to before they are packed or copied to a GPU; each has a thread. If empty,
             pages stay in the memory that they are read to.
@@ -65,7 +65,7 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(len(staging) or READERS, "loading")
 
     def load(self, page: Page) -> None:
-        """Start to load a page that is not in memory yet; the call for the last page waits until all are loaded."""
+        """Start to load a page that is not in memory yet; the last expected call waits until all pages are loaded."""
         if page.id in self._pages:
             return
         if self._in_place:
@@ -90,7 +90,7 @@ class ResidentPages:
         self._busy.clear()
 
     def __getitem__(self, page: Page) -> NamedBlocks:
-        """Return the tensors of a page by their canonical names, each as row blocks from top to bottom."""
+        """Return the tensors of a page of weights by their canonical names, each as row blocks from top to bottom."""
         return self._pages[page.id]
 
     def memory(self, page: Page, elsewhere: torch.Tensor | None) -> torch.Tensor | None:

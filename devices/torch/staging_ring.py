@@ -19,14 +19,14 @@ Pieces = Iterable[tuple[Tensor, int]]
 
 
 class CopiesBytes(Protocol):
-    """An object that copies bytes within the host's memory, such as a team of threads."""
+    """The interface of objects that copy bytes within the host's memory, such as a team of threads."""
 
     def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy bytes: each pair is a target and a source of the same size. All are copied when this returns."""
+        """Copy the bytes of pairs of a target and a source of the same size; returns when all are copied."""
 
 
 class StagingRing:
-    """A ring of page-locked buffers: threads fill one while the GPU copies from those filled before.
+    """A ring of page-locked buffers: threads fill one while the GPU copies from the ones filled before.
 
     Args:
         most: bytes of the largest copy.

@@ -1,4 +1,4 @@
-"""Functions that make the states of a plan's micro-batches, with their KV caches."""
+"""Functions that make the states of a plan's micro-batches, each with its KV caches, for torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
 
 
 def places_of(plan: Plan, compute: Compute) -> list[MicroBatchState]:
-    """Make a state without requests for each micro-batch of a plan that serves requests.
+    """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
     The KV caches have room for the largest batch of the plan.
     """
@@ -46,7 +46,7 @@ def places_of(plan: Plan, compute: Compute) -> list[MicroBatchState]:
 
 
 def _with_caches(plan: Plan, states: list[MicroBatchState], compute: Compute) -> list[MicroBatchState]:
-    """Make the KV caches that a plan declares, and add them to their micro-batches' states; returns the states."""
+    """Make a plan's KV caches, and add them to the states of their micro-batches; returns the states."""
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():

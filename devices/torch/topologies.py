@@ -1,4 +1,4 @@
-"""Functions that run the tasks of a batch on torch, by verb: for one device alone, a rank, or a node of several."""
+"""Functions that run the tasks of a batch on torch, by verb (kind of task): for one device, a rank, or a node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Verbs = dict[str, Verb]
 
 
 class Topology:
-    """Makes the functions that run the tasks of one batch, by verb.
+    """Makes the functions that run the tasks of one batch, by verb (kind of task).
 
     Most functions run in torch's inference mode. Functions that may be a native call enter the mode themselves, and
     only if torch runs: entering it takes longer than all else that Python does for such a call.
@@ -71,12 +71,12 @@ class Topology:
         self._beams = _beam_searches(plan, states, choice.sampling) if plan.batch.beams > 1 else None
 
     def alone(self, weights: GlobalWeights) -> Verbs:
-        """Return the function of each verb for a device that has the whole model."""
+        """Return the functions that run tasks, by verb (kind of task), for a device that has the whole model."""
         attention, moe = self._halves(weights.embedding)
         return self._layers(attention, moe) | self._ends(self._tokens(weights))
 
     def rank(self, weights: GlobalWeights, rank: int, transport: Transport) -> Verbs:
-        """Return the function of each verb for a rank that has a share of every matrix; exchanges complete the sums."""
+        """Return the functions that run tasks, by verb (kind of task), for a rank with a share of every matrix."""
         attention, moe = self._halves(weights.embedding, torch.zeros_like if rank else identity)
         tokens, vocabulary = self._tokens(weights), self._plan.layout.config.vocabulary
         side = RankSide(rank, transport, vocabulary, self._states, tokens.logits, tokens.draw)
@@ -90,14 +90,14 @@ class Topology:
         return self._layers(attention, moe) | self._ends(tokens) | inferring(own)
 
     def node(self, weights: GlobalWeights, transport: Transport) -> Verbs:
-        """Return the function of each verb for a node that computes attention and some of each layer's experts."""
+        """Return the functions that run tasks, by verb, for a node that computes attention and some of the experts."""
         attention, moe = self._halves(weights.embedding)
         tokens, side = self._tokens(weights), self._node_side(attention, moe)
         exchanges = NodeVerbs(self._plan, transport, side, tokens.sample_next).verbs
         return self._layers(attention, moe) | self._ends(tokens) | inferring(exchanges)
 
     def node_of_experts(self, transport: Transport) -> Verbs:
-        """Return the function of each verb for a node that computes only experts; the first node computes attention."""
+        """Return the functions that run tasks, by verb, for a node with only experts; the first node has attention."""
         attention, moe = self._halves(Weights())
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe)).verbs
         return self._layers(attention, moe) | inferring(exchanges)
@@ -105,7 +105,7 @@ class Topology:
     def _halves(
         self, embedding: Weights, residual_of: Callable[[Tensor], Tensor] = identity
     ) -> tuple[Attention, MoELayer]:
-        """Make the objects that compute the two halves of a layer: attention, and the network of experts.
+        """Make the objects that compute a layer's two halves: attention, and router with experts.
 
         residual_of: a function that returns the residual to add to the output projection, given the hidden states.
         """
@@ -133,7 +133,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """Return the functions of the verbs that compute layers, embed tokens and move pages."""
+        """Return, by verb (kind of task), the functions that compute layers, embed tokens and move pages of weights."""
         store, experts = self._store, self._experts
         verbs: Verbs = {
             "embed": attention.embed,
@@ -158,7 +158,7 @@ class Topology:
         return verbs if self._plan.machine.unified else verbs | self._host(attention)
 
     def _host(self, attention: Attention) -> Verbs:
-        """Return the functions of the verbs that exist only where accelerator and host have memories of their own."""
+        """Return, by verb, the functions for tasks that exist only if accelerator and host have separate memories."""
         plan, states, compute, store = self._plan, self._states, self._compute, self._store
         exchanged = ExchangeRows(plan, compute)
         host = HostSide(plan, states, compute, store, attention, exchanged, self.kv_slots)
@@ -197,7 +197,7 @@ class Topology:
         )
 
     def _ends(self, tokens: NextTokens) -> Verbs:
-        """Return the functions of the verbs that end a step: `sample`, and in a beam search `reorder`."""
+        """Return the functions of the verbs (kinds of tasks) that end a step: `sample`; in beam search, `reorder`."""
         verbs: Verbs = {"sample": tokens.sample_next}
         return verbs | inferring({"reorder": self._beams.reorder}) if self._beams else verbs
 
@@ -206,7 +206,7 @@ class Topology:
 
 
 def inferring(verbs: Mapping[str, Verb]) -> Verbs:
-    """Wrap the function of each verb so that it runs in torch's inference mode."""
+    """Wrap the function of each verb (kind of task) so that it runs in torch's inference mode."""
     return {name: _inferring(verb) for name, verb in verbs.items()}
 
 

@@ -90,7 +90,7 @@ def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor])
 
 
 class ExpertWarmUp:
-    """Runs the kernels of experts once at a plan's sizes, and drops the results; for a node that has only experts.
+    """Warms up a node that has only experts: runs their kernels once at a plan's sizes, and drops the results.
 
     Args:
         config: a model of one layer.
@@ -104,16 +104,16 @@ class ExpertWarmUp:
 
     @torch.inference_mode()
     def run(self, shapes: WarmUpSizes) -> None:
-        """Make the allocator map the plan's workspace, and run all kernels once, on the current stream."""
+        """Make the allocator map workspace memory for these sizes, and run all kernels once, on the current stream."""
         torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
         self._layer(shapes)
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
     def _layer(self, shapes: WarmUpSizes) -> None:
-        """Do nothing: a node that has only experts runs no other kernels of a layer."""
+        """Do nothing: a node that has only experts runs none of a layer's other kernels."""
 
     def _expert(self, most: int) -> None:
-        """Run an expert on 1, 2, 4, ... up to `most` rows: its number of rows in a step is not known in advance."""
+        """Run an expert on 1, 2, 4, ... up to `most` rows, as its number of rows in a step is not known in advance."""
         compute, most = self._compute, min(most, EXPERT_TILE)
         x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
         y_nD = torch.empty_like(x_nD)
@@ -123,7 +123,7 @@ class ExpertWarmUp:
 
 
 class WarmUp(ExpertWarmUp):
-    """Runs all kernels of a layer and of sampling once at a plan's sizes, and drops the results.
+    """Warms up a GPU: runs all kernels of a layer and of sampling once at a plan's sizes, and drops the results.
 
     Args:
         global_weights: the weights outside the layers.
@@ -162,7 +162,7 @@ class WarmUp(ExpertWarmUp):
         self._tokens = NextTokens(global_weights.head, states, kernels, library, choice, lambda _: "")
 
     def _layer(self, shapes: WarmUpSizes) -> None:
-        """Run all kernels of a layer except the experts', once as in prefill and once as in decode."""
+        """Run all kernels of a layer but the experts' at these sizes, once as in prefill and once as in decode."""
         self._prefill(shapes.prompts, shapes.length)
         self._decode(shapes.sequences, shapes.cached)
         self._states.clear()
@@ -234,10 +234,10 @@ def _blocks_in(kv: Tensor, config: ModelConfig) -> int:
 class WarmUps:
     """Runs a warm-up of a GPU for each batch with new sizes, while resident pages are loaded.
 
-    A warm-up has a thread of its own; when that ends, torch gives its cuBLAS handle to the next thread that multiplies.
+    A warm-up has a thread of its own; once it ends, torch gives the thread's cuBLAS handle to the next that multiplies.
 
     Attributes:
-        on_thread: a function that is called first on that thread; None for none.
+        on_thread: a function to call first on the warm-up's thread; None for none.
     """
 
     def __init__(self) -> None:
@@ -299,13 +299,10 @@ class WarmUps:
 
 
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
-    """Return tensors of a layer with experts for a warm-up, with any contents.
+    """Return tensors of a layer with experts for a warm-up, with any contents; None if there is no memory for them.
 
     The tensors are in memory whose pages are not loaded yet. A resident page is in the memory that it will have, so
     that its matrices are whole; all other pages share one slot.
-
-    Returns:
-        the tensors; None if there is no such memory.
     """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))

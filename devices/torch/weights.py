@@ -1,4 +1,4 @@
-"""The weights of a model on torch: resident pages, pages in slots of pools, pages on the host, and mapped files."""
+"""The weights of a model on torch: resident pages, pages that are read into slots, pages on the host, mapped files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WeightStore:
 
     Args:
         compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
-        direct: as for `TorchDevice`.
+        direct: whether to bypass the page cache when reading files, where the system allows that.
         map_files: whether a GPU copies pages directly from the page cache where that is possible.
 
     Attributes:
@@ -95,7 +95,7 @@ class WeightStore:
     def begin(self, plan: Plan, tell: Progress = ignore_progress) -> None:
         """Allocate the memory that a batch's plan declares, for the pages that `load` and `fetch` bring in.
 
-        tell: is called with the progress.
+        tell: is called with the progress of reading pages to the host's memory.
 
         Raises:
             MoeschedError: a file cannot be read.
@@ -130,7 +130,7 @@ class WeightStore:
             done += pool.nbytes
 
     def let_go(self) -> None:
-        """Free the previous batch's memory, except weights that the next batch may also keep resident."""
+        """Free the previous batch's memory, except weights that the next batch, too, may keep resident."""
         self.resident.close()
         self.arenas = {}
         self._numbers = {}
@@ -150,13 +150,13 @@ class WeightStore:
         self.reader.close()
 
     def load(self, task: PageTransfer) -> None:
-        """Start to load the resident pages of a task; pages that the host's memory keeps are there already."""
+        """Start to load the resident pages of weights that a task names; the host's pages have been read already."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
                 self.resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
-        """Read a task's pages into its slots; where files are mapped, map the pages instead."""
+        """Read the pages of weights that a task names into its slots; where files are mapped, map the pages instead."""
         pairs = list(zip(task.pages, task.slots, strict=True))
         if self._mapped is not None:
             for page, slot in pairs:
@@ -169,7 +169,7 @@ class WeightStore:
         )
 
     def weights(self, view: View[Any]) -> Weights:
-        """Return the tensors of the pages in a view, by their names within the layer.
+        """Return the tensors of the pages of weights in a view, by their names within the layer.
 
         view: pages of one layer with the slots that they are in.
         """
@@ -188,7 +188,7 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Give weights the number of earlier weights in the same memory, so that kernels bound to these are reused."""
+        """Number weights like earlier weights in the same memory, so that kernels bound to those are reused."""
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()
         weights.number = self._numbers.setdefault((weights.layer, weights.places()), weights.number)
@@ -262,7 +262,7 @@ class WeightStore:
 
 
 def merged_tensors(pages: Iterable[NamedBlocks], *, joins: bool, layer: Layer) -> Weights:
-    """Collect the tensors of some pages of a layer by their names within the layer; q, k and v become one matrix "qkv".
+    """Collect the tensors of some pages of a layer by name within the layer; q, k and v become one matrix "qkv".
 
     Args:
         pages: the row blocks of each page's tensors, by canonical name.

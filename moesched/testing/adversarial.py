@@ -1,6 +1,6 @@
-"""A test policy that makes random legal choices of order, processor and time, to find faults of engine and devices.
+"""A test policy that chooses order, processor and time of tasks at random, to find faults of engine and devices.
 
-Choices follow from a seed. The policy must generate the same tokens as every other policy.
+A seed determines the choices. The policy must generate the same tokens as every other policy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Adversarial:
         self.held: list[Page] = []
 
     async def prefill(self, step: Step) -> None:
-        """Submit all verbs of the step, a few at a time, each time for a random micro-batch.
+        """Submit all verbs (kinds of tasks) of the step, a few at a time, each time for a random micro-batch.
 
         Chunks of the same prompts run one after the other.
         """
@@ -132,10 +132,7 @@ class Adversarial:
     ) -> Generator[Task, dict[int, int], None]:
         """Run experts in the given order, a random part of them on the host; yield the submitted tasks.
 
-        Args:
-            i: the layer.
-            j: the micro-batch.
-            experts: numbers of the experts.
+        i: number of the layer. j: number of the micro-batch. experts: numbers of the experts.
         """
         choose = self.random
         there = [expert for expert in experts if self.experts_on_host and choose.random() < 0.5]
@@ -151,9 +148,7 @@ class Adversarial:
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
         """Run attention on a processor that can read the KV cache; yield the submitted tasks.
 
-        Args:
-            i: the layer.
-            j: the micro-batch.
+        i: number of the layer. j: number of the micro-batch.
         """
         kv_on_host = not step.kv_on_accelerator(j, i)
         on_host = kv_on_host and (step.phase(j) == "decode" or step.chunked or self.random.random() < 0.5)
@@ -167,13 +162,10 @@ class Adversarial:
                 yield step.offload_kv(i, j)
 
     def _takes_slot(self, step: Step, i: int, j: int) -> bool:
-        """Decide at random whether to copy a KV cache from the host to the accelerator, and if so take a buffer.
+        """Decide at random whether to attend on the accelerator to a copy of the host's KV cache; if so, take a buffer.
 
-        Return False in prefill, if the cache is on the accelerator, or if no buffer is free.
-
-        Args:
-            i: the layer.
-            j: the micro-batch.
+        Return False in prefill, if the cache is on the accelerator, or if no buffer is free. i: the layer. j: the
+        micro-batch.
         """
         loads = step.phase(j) == "decode" and not step.kv_on_accelerator(j, i)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
@@ -185,10 +177,7 @@ class Adversarial:
     ) -> Generator[Task, dict[int, int], None]:
         """Run decode attention on the accelerator with a copy of the host's KV cache; yield the submitted tasks.
 
-        Args:
-            i: the layer.
-            j: the micro-batch.
-            early: whether the copy has been submitted already.
+        i: number of the layer. j: number of the micro-batch. early: whether the copy has been submitted already.
         """
         if not early:
             yield step.load_kv(i, j)
@@ -197,9 +186,9 @@ class Adversarial:
         yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
-        """Fetch the needed pages that the pool lacks, in random order and portions, and sometimes another page.
+        """Fetch the needed pages of weights that the pool lacks, in random order and portions, and sometimes another.
 
-        Random pages that are not needed are evicted as far as room is lacking.
+        If the pool has too little room, random pages that are not needed are evicted.
         """
         choose = self.random
         if choose.random() < 0.1:
@@ -220,7 +209,7 @@ class Adversarial:
             step.fetch(portion, self.pool, urgent=choose.random() < 0.5)
 
     def _start_for_nothing(self, step: Step, needed: Sequence[Page]) -> None:
-        """Fetch a random page that is not needed, and at random promote the fetch, cancel it, or evict the page."""
+        """Fetch a random page that is not needed; at random give the fetch priority, cancel it, or evict the page."""
         choose = self.random
         page = choose.choice(step.pages(choose.choice(step.layers)))
         if page in self.pool or page in needed or not self.pool.empty_slots:

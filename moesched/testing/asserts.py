@@ -1,4 +1,4 @@
-"""Test of whether Python runs assert statements, for checks that consist of them."""
+"""A test of whether Python runs assert statements, for checks that are made of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from moesched.errors import BadInput
 def require_asserts(check: str) -> None:
     """Check that Python runs assert statements.
 
-    Args:
-        check: name of the function that needs them, for the error message.
+    check: name of the function that needs them, for the error message.
 
     Raises:
         BadInput: Python was started with -O or -OO.

@@ -26,7 +26,7 @@ Choices = Callable[[Random], Iterator[list[Layer]]]
 
 
 def popular(random: Random) -> Iterator[list[Layer]]:
-    """Yield, for each step, the number of tokens by chosen expert in each layer; each layer prefers some experts."""
+    """Yield each step's numbers of tokens by chosen expert, for each layer; a layer prefers the same experts always."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
         yield [
@@ -35,7 +35,7 @@ def popular(random: Random) -> Iterator[list[Layer]]:
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
-    """Yield, for each step, the number of tokens by chosen expert in each layer; a layer often repeats its experts."""
+    """Yield each step's numbers of tokens by chosen expert, for each layer; a layer often repeats its last experts."""
     before: list[set[int]] = [set() for _ in range(LAYERS)]
     for _ in range(STEPS):
         stay = [{expert for expert in each if random.random() < 0.8} for each in before]
@@ -50,16 +50,16 @@ class _Randomly:
         self._random = Random(1)
 
     def used(self, page: Page, step: int, tokens: int) -> None:
-        """Ignore that a page was used."""
+        """Ignore the use of a page, since the rule evicts at random."""
 
     def choose(self, pages: Mapping[int, Page]) -> Page:
         return self._random.choice(list(pages.values()))
 
 
 def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> float:
-    """Return the share of an expert's uses, from 0 to 1, that find its page in the cache.
+    """Return the hit rate of a rule: the share of uses of experts, from 0 to 1, that find the expert in the cache.
 
-    Several random sequences of steps are simulated, each with a new rule.
+    The result is the mean over several random sequences of steps, each simulated with a new rule.
 
     Args:
         make: creates the rule.
@@ -80,7 +80,7 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
 
 @cache
 def random_hit_rate(choices: Choices, *, ahead: bool) -> float:
-    """Return the hit rate of a rule that evicts random pages, with arguments as for `hit_rate`."""
+    """Return the hit rate of a rule that evicts random pages; choices, ahead: the arguments of `hit_rate`."""
     return hit_rate(_Randomly, choices, ahead=ahead)
 
 
@@ -100,12 +100,10 @@ class _Cache:
         self.hits = 0
 
     def tell(self, number: int, layer: Layer, following: Layer) -> None:
-        """Give the rule a layer's scores and a preview of the next layer's experts, if the rule has methods for them.
+        """Give the rule a layer's router scores and a preview of the next layer, if the rule has methods for them.
 
-        Args:
-            number: index of the layer.
-            layer: number of tokens by expert that the layer's router chose.
-            following: number of tokens by expert for the next layer; empty after the last layer.
+        number: index of the layer. layer: number of tokens by expert that the router chose. following: `layer` of the
+        next layer; empty after the last layer.
         """
         if isinstance(self._rule, TakesScores):
             tokens = sum(layer.values())
@@ -116,10 +114,7 @@ class _Cache:
     def run(self, step: int, number: int, layer: Layer) -> None:
         """Use the chosen experts of a layer: count hits, and fetch the experts that are not in the cache.
 
-        Args:
-            step: index of the step.
-            number: index of the layer.
-            layer: number of tokens by expert that the layer's router chose.
+        step: index of the step. number: index of the layer. layer: number of tokens by expert that the router chose.
         """
         pages = PAGES[number]
         for expert in sorted(layer, key=lambda expert: pages[expert].id not in self._held):
@@ -131,9 +126,7 @@ class _Cache:
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
         """Put experts into the cache that are not in it; if the cache is full, the rule chooses a page to evict.
 
-        Args:
-            step: index of the step.
-            number: index of the experts' layer.
+        step: index of the step. number: index of the experts' layer.
         """
         for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
@@ -145,10 +138,9 @@ class _Cache:
 
 
 def _drawn(random: Random, chosen: set[int], weights: list[float]) -> set[int]:
-    """Add random experts to the set `chosen` until it has `CHOSEN` of them; return the set.
+    """Add random experts to `chosen` until the set has as many experts as a layer chooses; return the set.
 
-    Args:
-        weights: relative probability of each expert.
+    weights: relative probability of each expert.
     """
     while len(chosen) < CHOSEN:
         chosen.update(random.choices(range(EXPERTS), weights))

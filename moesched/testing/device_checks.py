@@ -92,7 +92,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
 
 def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
-    """Write a random float32 model to a folder, and open it; weights are large, so that tokens depend on all."""
+    """Write a random float32 model to a folder, and open it; large weights make every token depend on all of them."""
     for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
         if len(stored.shape) > 1:
             matrix = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)
@@ -102,7 +102,7 @@ def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
 
 
 def _check_unused(device: Device) -> None:
-    """Check that a device's slots hold its pages, and that the device can be closed without a batch."""
+    """Check that a device has room for its pages in slots of their size, and that it can be closed without a batch."""
     for page in device.layout.pages:
         size = device.slot_bytes(page)
         assert size >= page.nbytes, f"a slot of {size} bytes does not hold page {page.id} of {page.nbytes}"
@@ -127,7 +127,7 @@ def _tokens(
     """Run a policy on a device for two equal batches, check both runs, and return the tokens by request.
 
     Args:
-        name: name of the policy; None for `_Scoring`.
+        name: name of the policy; None for the policy `_Scoring`.
     """
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
@@ -161,10 +161,9 @@ def _tokens(
 
 
 class _Values:
-    """Observer that collects the tasks of a run, and checks the values of routers, previews and sampling.
+    """Observer of a run that collects its tasks, and checks the values that routers, previews and sampling return.
 
-    Args:
-        scored: whether the policy requested router scores.
+    scored: whether the policy requested router scores.
     """
 
     def __init__(self, config: ModelConfig, batch: Batch, *, scored: bool) -> None:
@@ -205,7 +204,7 @@ class _Values:
 
 
 class _Scoring:
-    """A policy that keeps all weights on the accelerator, and routes and previews with scores."""
+    """A policy that keeps all weights on the accelerator; its tasks `route` and `preview_route` return scores, too."""
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
@@ -230,10 +229,9 @@ class _Scoring:
 
 
 def _check_lanes(name: str, recording: Recording) -> None:
-    """Check that no two tasks of one lane ran at the same time.
+    """Check that no two tasks of one lane (queue of tasks) ran at the same time.
 
-    Args:
-        name: name of the policy, for messages.
+    name: name of the policy, for messages.
     """
     ends: dict[LaneName, int] = {}
     for each in sorted(recording.slices, key=lambda each: each.start):

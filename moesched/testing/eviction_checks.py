@@ -47,11 +47,8 @@ def _require_hits(
 ) -> None:
     """Check that a rule's hit rate is at least `least` times the hit rate of random evictions.
 
-    Args:
-        make: creates the rule.
-        experts: name of the kind of choices, for the error message.
-        choices: yields the layers' choices of experts for each step.
-        ahead: whether to fetch the experts of the next layer before it is reached.
+    make: creates the rule. experts: name of the kind of choices, for the error message. choices: yields the layers'
+    choices of experts for each step. ahead: whether experts of the next layer are fetched before it is reached.
     """
     found, at_random = hit_rate(make, choices, ahead=ahead), random_hit_rate(choices, ahead=ahead)
     assert found >= least * at_random, (
@@ -61,7 +58,7 @@ def _require_hits(
 
 
 def _choices(rule: Eviction, seed: int) -> list[int]:
-    """Give a rule a sequence of uses drawn from `seed`, and return the ids of the pages that it evicts, in order."""
+    """Give a rule random uses of pages, drawn from `seed`; return the ids of the pages that it evicts, in order."""
     random = Random(seed)
     pages = [
         Page(number, number // (EXPERTS + 1), number % (EXPERTS + 1) - 1, 0, (), 10)

@@ -79,7 +79,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capacity(self) -> Capacity:
-        """The capacity of a run in which requests join and leave: a place in it for each micro-batch of the case."""
+        """The limits of a run in which requests join and leave, with a place for each micro-batch of the case."""
         places = -(-len(self.prompts) // self.micro_batch_size)
         size = self.micro_batch_size
         return Capacity(places, size, 2 * KV_BLOCK_TOKENS * size, max(self.prompts), 2 * KV_BLOCK_TOKENS)
@@ -106,7 +106,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return plan_run(self.machine, layout, batch, policy, budgets, nodes=self.nodes, node=node)
 
     def config(self) -> ModelConfig:
-        """Return the shape of the case's model."""
+        """Return the configuration of the case's model."""
         return SHAPES["mixtral-0.8b"].varied(
             self.layers,
             name=self.name,
@@ -232,6 +232,7 @@ def run_on_symbols(
     Args:
         clock: "virtual"; "shared", on which concurrent tasks slow each other down; or "real" for real threads.
         device: the first node's device; None for a new one.
+        observers: are told of the run's tasks.
         peers: plans and policies of the other nodes, if several share the model.
         cost: gives durations on a virtual clock; None for the machine's own.
         stop_tokens: each of them ends its request.
@@ -270,7 +271,7 @@ def check_policy(
     """Run a policy in every case; return the number of cases in which its plan fits.
 
     Args:
-        make: creates the policy, once per run; one that keeps state then runs a second batch.
+        make: creates the policy, once per run; a policy that keeps state then runs a second batch.
         cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
         clocks: by default all three: "virtual"; "shared", a virtual clock on which concurrent tasks slow each other
             down; and "real" for real threads.
@@ -311,7 +312,7 @@ def check_policy(
 
 
 def _check_served(policies: Sequence[Policy], case: Case) -> None:
-    """Serve random requests that join and leave in a case, and check their tokens.
+    """Serve random requests that join and leave with a case's model and machine, and check their tokens.
 
     In about half of the cases, prompts are divided over several steps, if the plan allows it.
 
@@ -328,7 +329,7 @@ def _check_served(policies: Sequence[Policy], case: Case) -> None:
 
 
 def _plans(case: Case, policies: Sequence[Policy]) -> list[Plan]:
-    """Return a plan of the case for each node, made by the policy at its index."""
+    """Return a plan of the case for each node, made by the node's policy."""
     return [case.plan(policy, node) for node, policy in enumerate(policies)]
 
 
@@ -348,7 +349,7 @@ def check_plans(
         clock: "virtual"; "shared", on which concurrent tasks slow each other down; or "real" for real threads.
         where: names the case in messages.
         cost: gives durations on a virtual clock; None for the cost model of the plan's machine.
-        ends_early: whether sequences of the first micro-batch end early, as in `Case`.
+        ends_early: whether the sequences of the first micro-batch end with their second token.
 
     Raises:
         AssertionError: the tokens are wrong, or a budget was exceeded.
@@ -379,6 +380,7 @@ def _run_virtual(
     """Run all ranks on the virtual clock, with the given observers and handling of tokens.
 
     Args:
+        handling: the stop tokens, and a callback for new tokens.
         cost: gives durations; None for the machine's own.
         sharing: whether concurrent tasks slow each other down.
 
@@ -400,7 +402,7 @@ def _run_virtual(
 def _run_in_real_time(
     ranks: Sequence[Rank], observers: Sequence[Observer], handling: TokenHandling
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run all ranks on real threads, with the given observers and handling of tokens.
+    """Run all ranks on real threads. handling: the stop tokens, and a callback for new tokens.
 
     Returns:
         Each rank's tokens by request, the first rank's tasks, and the run's nanoseconds.

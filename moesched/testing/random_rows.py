@@ -1,6 +1,6 @@
 """A test policy that divides and joins the tasks of experts at random, to find faults of engine and devices.
 
-Choices follow from a seed. The policy must generate the same tokens as every other policy.
+A seed determines the choices. The policy must generate the same tokens as every other policy.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from moesched.steps.step import Step
 
 
 class RandomRows(LayerByLayer):
-    """Run each expert in several random tasks, each for some rows of one micro-batch or for all rows of several.
+    """Runs each expert in several random tasks, each for some rows of one micro-batch or for all rows of several.
 
-    All weights stay on the accelerator. If the host has all experts, too, it runs random tasks.
+    All weights stay on the accelerator. If the host has all experts, too, it runs some of the tasks, chosen at random.
 
     Settings:
         seed: seed of all random choices.
@@ -55,7 +55,7 @@ class RandomRows(LayerByLayer):
     def _tasks(
         self, routed: Routed, expert: int, users: Sequence[int]
     ) -> Iterator[tuple[list[int], range | None]]:
-        """Yield random tasks of an expert that together run each of its rows once.
+        """Yield random tasks of an expert that together compute each row of the expert once.
 
         A task is a list of micro-batches and, for a single micro-batch, the range of rows; None stands for all rows.
 

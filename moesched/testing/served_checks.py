@@ -25,7 +25,7 @@ APART = 2_000_000
 
 
 def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = REQUESTS) -> list[Request]:
-    """Return requests that arrive at random times, with random lengths; equal for equal seeds.
+    """Return requests with random arrival times and lengths; equal seeds give equal requests.
 
     Every other request asks for the log probabilities of its prompt.
 
@@ -53,7 +53,7 @@ def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = 
 
 
 def random_departures(seed: int, requests: Sequence[Request]) -> list[tuple[int, int]]:
-    """Choose some requests at random, and for each a time at which its client leaves; equal for equal seeds.
+    """Choose random requests, and for each a time at which its client leaves; equal seeds give equal results.
 
     Returns:
         Pairs of a request's number and the time in nanoseconds.

@@ -24,7 +24,7 @@ WAITING = {"all_reduce": (0, 1), "broadcast": (1,), "gather": (0,)}
 
 
 def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
-    """Check the promises of every transport, with one, two and three ranks.
+    """Check that a transport keeps the promises of `moesched.seams.Transport`, with one, two and three ranks.
 
     Args:
         make: takes a number of ranks, and returns a transport for each of them, in order; they may be the same object.

@@ -28,7 +28,7 @@ _TIMED = frozenset("XsfCibe")
 
 
 class _Point(NamedTuple):
-    """An end of an arrow: a time on a track, in nanoseconds."""
+    """An end of an arrow in a trace: a track, and a time in nanoseconds."""
 
     pid: int
     tid: int
@@ -44,7 +44,7 @@ class _Task(NamedTuple):
     Attributes:
         event: the event that shows the task, which viewers call a slice.
         args: the decoded arguments of this event.
-        first, last: the first and the last nanosecond of the task, as ends of arrows.
+        first, last: the first and the last nanosecond of the task, where arrows end and start.
     """
 
     event: Event
@@ -58,7 +58,7 @@ class _Task(NamedTuple):
 
 @interruptible()
 def check_trace(path: Path | str) -> list[str]:
-    """Return the problems of a trace file, as sentences; an empty list for a valid trace.
+    """Return the problems of the trace file at a path, as sentences; an empty list for a valid trace.
 
     The first few violations of each rule are listed and the others counted.
     """
@@ -72,7 +72,7 @@ def check_trace(path: Path | str) -> list[str]:
 
 
 def _problems(file: TraceFile) -> list[str]:
-    """Return the violations of all rules except those about the format of times, as sentences."""
+    """Return the violations of all rules but the rule for the format of times, as sentences."""
     events = file.trace_events
     slices = [event for event in events if event.ph == "X"]
     tasks = [event for event in slices if event.pid != CRITICAL_PID]
@@ -113,7 +113,7 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Yield sentences on tracks without name or sort index, or tids in another order; `slices`: events of tasks."""
+    """Yield sentences on tracks without name or sort index, or with tids in another order. slices: events of tasks."""
     metadata = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
     for pid in sorted({event.pid for event in slices}):
         if ("process_name", pid, -1) not in metadata:
@@ -143,7 +143,7 @@ def _overlaps(slices: list[Event]) -> Iterator[str]:
 
 
 def _read(tasks: list[Event]) -> tuple[list[_Task], list[str]]:
-    """Decode the events of tasks; return the tasks, and a sentence for each event that cannot be decoded."""
+    """Decode the events of tasks; return the tasks, and sentences on events that cannot be decoded."""
     decode = msgspec.json.Decoder(SliceArgs).decode
     read, unread = [], []
     for event in tasks:
@@ -167,8 +167,7 @@ def _numbers(tasks: list[_Task]) -> Iterator[str]:
 def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
     """Yield sentences on wrong dependencies: doubled, on a task that the trace lacks, or on a task that ends too late.
 
-    Args:
-        numbered: index in `tasks` by (pid, number of the task).
+    numbered: index in `tasks` by (pid, number of the task).
     """
     for task in tasks:
         for number, count in Counter(task.args.depends_on).items():
@@ -182,7 +181,7 @@ def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -
 
 
 def _flows(events: list[Event]) -> Iterator[str]:
-    """Yield sentences on flows (arrows) without exactly one start and one end, or whose end viewers do not draw."""
+    """Yield sentences on flows (arrows) that lack one start or end, have several, or end where viewers draw none."""
     starts = Counter(event.id for event in events if event.ph == "s")
     ends = Counter(event.id for event in events if event.ph == "f")
     for number in sorted(starts.keys() | ends.keys()):
@@ -198,10 +197,8 @@ def _arrows(
 ) -> Iterator[str]:
     """Yield sentences on arrows that are missing, doubled, or not expected.
 
-    Of the tasks that a task depends on, the last one on each lane should have one arrow to this task.
-
-    Args:
-        numbered: index in `tasks` by (pid, number of the task).
+    Of the tasks that a task depends on, the last one on each lane should have one arrow to this task. numbered: index
+    in `tasks` by (pid, number of the task).
     """
     expected: set[tuple[_Point, _Point]] = set()
     for task in tasks:

@@ -76,8 +76,7 @@ class SliceArgs(
 ):
     """The arguments of the event that shows a task in a trace file.
 
-    The arguments are the fields of `TaskInfo` without label and verb, the numbers of the tasks that the task depends
-    on, and fields of `Slice`.
+    The arguments are fields of `TaskInfo` and of `Slice`, and the numbers of the tasks that the task depends on.
     """
 
     task: int
@@ -112,7 +111,7 @@ class CostEntry(NamedTuple):
 
 
 class PredictionEntry(NamedTuple):
-    """A task's predicted seconds as a list in a trace file: the fields of `WorkKey`, followed by the seconds."""
+    """A task's predicted time as a list in a trace file: the fields of `WorkKey`, followed by the seconds."""
 
     kind: str
     resource: str
@@ -122,7 +121,7 @@ class PredictionEntry(NamedTuple):
 
 
 class AboutData(msgspec.Struct, kw_only=True):
-    """The keys of a trace file's metadata that are read as an `About`; a file with several runs has none of them."""
+    """The metadata of a trace file that make an `About`; a file with several runs has none of them."""
 
     driver: str = ""
     policy: str = ""
@@ -154,7 +153,7 @@ class OtherData(AboutData, kw_only=True):
 
 
 class TraceFile(msgspec.Struct):
-    """The decoded JSON of a trace file; whether events are consistent has not been checked."""
+    """The decoded JSON of a trace file, before any check that its events are consistent."""
 
     trace_events: list[Event] = msgspec.field(name="traceEvents")
     other_data: OtherData = msgspec.field(name="otherData")
@@ -205,7 +204,7 @@ class Trace(NamedTuple):
 
 @interruptible()
 def read_trace(path: Path | str) -> Trace:
-    """Read a trace file.
+    """Read a trace file; returns its recording and metadata.
 
     Raises:
         BadInput: the file cannot be read, was not written by moesched, or is damaged.
@@ -242,8 +241,7 @@ def read_bytes(path: Path) -> bytes:
 def decode_trace(data: bytes, path: Path) -> TraceFile:
     """Decode the JSON of a trace file, and check its format.
 
-    Args:
-        path: the file, for messages.
+    data: the file's bytes. path: the file, for messages.
 
     Raises:
         BadInput: the bytes are not JSON, or not a trace that this version of moesched writes.
@@ -358,8 +356,7 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
 def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return, for each slice (a task that ran), the indices in `slices` of the tasks that it depends on.
 
-    Args:
-        depends_on: for each task, the numbers of these tasks; each rank counts its own tasks.
+    depends_on: for each slice, the numbers of these tasks; each rank numbers its own tasks.
 
     Raises:
         ValueError: a number belongs to no task or to several, or is not smaller than the dependent task's number.

@@ -59,7 +59,7 @@ class _Shown(NamedTuple):
 
     @property
     def tracks(self) -> dict[LaneName, str]:
-        """The JSON text `"pid":…,"tid":…` of each lane, by lane."""
+        """The text `"pid":…,"tid":…` in the JSON of each event of a lane, by lane."""
         return {
             lane: f'"pid":{self.pid + lane.rank},"tid":{self.lane_tid + index}'
             for index, lane in enumerate(self.recording.lanes)
@@ -75,7 +75,7 @@ class TitledRun(NamedTuple):
 
 
 def write_trace(path: Path | str, recording: Recording, about: About) -> None:
-    """Write a recording with its metadata as a trace file, gzipped if the name ends in .gz.
+    """Write a recording, and its metadata `about`, as a trace file, gzipped if the name ends in .gz.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -276,12 +276,12 @@ def _expert_rows(experts: Mapping[int, int]) -> str:
 
 
 def _plain(number: float) -> float:
-    """Convert a float without a fraction to int, so that trace files do not say 4096.0 bytes."""
+    """Convert a float without a fraction to an int, so that trace files say 4096 and not 4096.0."""
     return int(number) if number == int(number) else number
 
 
 def _cancelled(run: _Shown) -> Iterator[str]:
-    """Yield the JSON of an instant event for each cancelled task; a task that never ran has no duration to draw."""
+    """Yield the JSON of an event without duration for each cancelled task, as such a task never ran."""
     tracks = run.tracks
     for each in run.recording.cancelled:
         task = each.task
@@ -354,7 +354,7 @@ def _counters(run: _Shown) -> Iterable[str]:
 
 
 def _requests(run: _Shown) -> Iterator[str]:
-    """Yield the JSON of an asynchronous span for each request, and of spans for its wait, prompt and tokens."""
+    """Yield the JSON of an asynchronous span for each request, and of its parts: wait, prompt and tokens."""
     for each in run.recording.requests:
         track = f'"cat":"{REQUEST}","id":{each.request},"pid":{run.pid},"tid":0'
         args = json.dumps(msgspec.to_builtins(each), separators=(",", ":"))

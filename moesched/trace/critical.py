@@ -10,22 +10,21 @@ from moesched.trace.waits import Wait, waits_of
 
 
 class Hop(NamedTuple):
-    """One task of the critical path, and the task's wait for the previous one."""
+    """One task of the critical path, and the task's wait for the previous task of the path."""
 
     slice: Slice
     wait: Wait
 
     @property
     def gap(self) -> int:
-        """Nanoseconds from the end of the previous task to the start of this one; the policy or the driver ran then."""
+        """Nanoseconds from the previous task's end to this task's start, in which the policy or the driver ran."""
         return self.wait.policy + self.wait.host
 
 
 def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> list[Hop]:
     """Return the chain of tasks that ends with the last task of the run; each task waited for the one before it.
 
-    Args:
-        waits: the result of `waits_of` for the recording; None to compute it.
+    waits: the result of `waits_of` for the recording; None to compute it.
     """
     slices = recording.slices
     if not slices:
@@ -43,10 +42,8 @@ def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
     """Return a lower bound, in nanoseconds, of the time that the tasks need on their lanes in any order.
 
     The bound is the larger of two: the busy time of the busiest lane, and the longest chain of tasks of which each
-    depends on the one before. Of each task, only the part between `start` and `end` counts.
-
-    Args:
-        start, end: times since the start of the run, in nanoseconds.
+    depends on the one before. Of each task, only the part between `start` and `end` (nanoseconds of the recording)
+    counts.
     """
     busy = dict.fromkeys(recording.lanes, 0)
     chains: list[int] = []

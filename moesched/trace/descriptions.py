@@ -45,10 +45,10 @@ class Descriptions:
 
 
 class _Moved(NamedTuple):
-    """The pages that a transfer moves, and the pool that they go to.
+    """The pages of weights that a transfer moves, and the pool that they go to.
 
     Attributes:
-        pool: the pool's name with its memory; empty if the pages go to fixed slots.
+        pool: the pool's name with its memory; empty if the pages go to slots that hold one page for the whole run.
         slots: number of pages that the pool has room for.
     """
 

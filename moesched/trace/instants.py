@@ -30,5 +30,5 @@ def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> Non
 
 
 def _in_time(each: Slice) -> tuple[int, int, int]:
-    """Return a task's sort key: start, end, and number, so that tasks with equal times stay in program order."""
+    """Return a task's sort key: start, end and number, so that tasks with equal times stay in program order."""
     return each.start, each.end, each.id

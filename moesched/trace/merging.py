@@ -71,7 +71,6 @@ def merge_recordings(
 def _common(time: int, ahead: Callable[[int], int] | None) -> int:
     """Convert a time on a node's clock to the common clock, in nanoseconds.
 
-    Args:
-        ahead: takes the time and returns the nanoseconds by which the node's clock is ahead; None for 0.
+    ahead: takes the time and returns the nanoseconds by which the node's clock is ahead; None for 0.
     """
     return time if ahead is None else time - ahead(time)

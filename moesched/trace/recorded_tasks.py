@@ -41,7 +41,7 @@ by_id = attrgetter("id")
 
 
 class HasPeak(Protocol):
-    """An object that knows the peak use of a memory, such as the memory's ledger of reservations."""
+    """An object that knows the most bytes used of a memory, such as the memory's ledger of reservations."""
 
     @property
     def peak(self) -> int:
@@ -53,10 +53,10 @@ class RankRecord:
 
     Attributes:
         awaits: pairs of an awaited task's id and the number of tasks that the policy had submitted by then.
-        submit_delays: pairs of a task's id and its delay in nanoseconds, as in `Slice.submit_delay`.
+        submit_delays: pairs of a task's id and the nanoseconds in which its lane was idle until it was submitted.
         cancels: pairs of a cancelled task and the time.
         memories: objects that know the peak bytes of a memory, by its name.
-        filled: slots that were filled by tasks which the recorder has dropped.
+        filled: slots of pages that were filled by tasks which the recorder has dropped.
         counts: for each pool, a list of (number of the next submitted task, the pool's counts).
     """
 
@@ -80,11 +80,9 @@ class RankRecord:
         engine.cancels = self.cancels
 
     def trim(self, task: int, step: int) -> None:
-        """Drop the data of all steps before step `step`.
+        """Drop the data of all steps before `step`.
 
-        Args:
-            task: the id of that step's first task on this rank.
-            step: the number of the first step to keep.
+        task: the id of that step's first task on this rank. step: the number of the first step to keep.
         """
         del self.joins[: bisect_left(self.joins, task, key=by_id)]  # they depend on no later task
         for pairs in (self.awaits, self.submit_delays):
@@ -94,7 +92,7 @@ class RankRecord:
             del log[: max(0, bisect_right(log, task, key=itemgetter(0)) - 1)]
 
     def stop(self) -> None:
-        """Make the engine collect no more data; the data so far are kept."""
+        """Make the engine of this rank collect no more data; the data so far are kept."""
         engine = self._engine
         engine.joined = engine.awaits = engine.submit_delays = engine.cancels = None
 
@@ -175,8 +173,7 @@ def _cancelled(
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
     """Return the time and resources that tasks need, by `WorkKey`; waits, and tasks without known demand, are left out.
 
-    Args:
-        sharing: whether demands keep their shares of resources, by which the virtual clock slows concurrent tasks down.
+    sharing: whether demands keep their shares of resources, by which the virtual clock slows concurrent tasks down.
     """
     works = {id(task.work): task.work for task in tasks if task.work.demand and task.work.demand.seconds}
     costs = {}
@@ -200,7 +197,7 @@ def _key(work: Work) -> WorkKey:
 
 
 class _Numbers:
-    """Indices of one rank's recorded tasks by task id; a join's id gives the tasks that the join depends on."""
+    """Indices of one rank's recorded tasks by task id; the id of a join (a task without work) gives several."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, int] = {}
@@ -210,11 +207,11 @@ class _Numbers:
         self._tasks[task.id] = index
 
     def join(self, join: Join) -> None:
-        """Add a join. Joins must be added in program order, so that a join that depends on other joins finds them."""
+        """Add a join (a task without work), in program order, so that a join that depends on other joins finds them."""
         self._joins[join.id] = self.of(join.deps)
 
     def of(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the tasks with these ids, without duplicates; joins are replaced by their tasks."""
+        """Return the indices of the tasks with these ids, each once; a join stands for the tasks that it depends on."""
         tasks = self._tasks
         try:
             return tuple(dict.fromkeys([tasks[each] for each in ids]))
@@ -232,10 +229,9 @@ class _Numbers:
 def _numbers(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
 ) -> list[_Numbers]:
-    """Return for each rank the indices in `tasks` of its tasks, by task id, and the tasks that its joins stand for.
+    """Return for each rank the indices of its tasks in `tasks`, by task id, also for the rank's joins.
 
-    Args:
-        joins: the joins of each rank, in program order.
+    joins: the joins (tasks without work) of each rank, in program order.
     """
     numbers = [_Numbers() for _ in joins]
     for index, task in enumerate(tasks):
@@ -259,10 +255,9 @@ def _note_policies(slices: Sequence[Slice], ranks: Sequence[RankRecord], numbers
 def _memory(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], ranks: Sequence[RankRecord], start: int, end: int
 ) -> list[MemorySample]:
-    """Return samples of every memory: at the start, whenever a transfer into an empty slot starts, and at the end.
+    """Return samples of each memory's use: at the start, whenever a transfer into an empty slot starts, and at the end.
 
-    Args:
-        start, end: times of the recording in nanoseconds.
+    start, end: start and end of the recording, in nanoseconds.
     """
     filled = [set(rank.filled) for rank in ranks]
     held = [dict.fromkeys(rank.memories, 0) for rank in ranks]
@@ -295,7 +290,7 @@ def _memory(
 
 
 def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample]:
-    """Return samples of the pools' counts, at the start of each task before which they changed, and at the end."""
+    """Return samples of the pools' counts: at the start of each task before which they changed, and at the end."""
     samples = []
     for rank, each in enumerate(ranks):
         if not each.pools:

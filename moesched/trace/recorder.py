@@ -1,4 +1,4 @@
-"""Holds recorders: observers that keep all tasks that ran, or the tasks of the last steps.
+"""Recorders: observers that keep all tasks that ran, or only those of the first or last steps.
 
 Keeping a task is a single list append, since the virtual driver finishes hundreds of thousands of tasks per second;
 everything else is computed when the recording is requested.
@@ -70,11 +70,11 @@ class Recorder(_RankRecorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The function that drivers call with each finished task: the `append` of a list."""
+        """The function that drivers call with each finished task, the `append` of a list."""
         return self._append
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add a run that was replayed from a captured schedule; tasks are made only when the recording is requested."""
+        """Add a run that was replayed from a captured schedule; its tasks are made when the recording is requested."""
         self._replayed.append(timeline.tasks)
 
     def recording(self) -> Recording:
@@ -103,11 +103,11 @@ class FirstSteps(Recorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The function that drivers call with each finished task; tasks of the first steps are kept."""
+        """The function that drivers call with each finished task, which keeps tasks of the first steps."""
         return self._keep
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add the first steps of a run that was replayed from a captured schedule."""
+        """Add the first steps of a run that was replayed from a captured schedule, given its times."""
         self._replayed.append(lambda: self._first_of(timeline.tasks()))
 
     def _keep(self, task: Task) -> None:
@@ -188,7 +188,7 @@ class LastSteps(_RankRecorder):
                 rank.trim(min(ids), self._first)
 
     def _forget(self, tasks: Iterable[Task]) -> None:
-        """Drop `tasks`, but remember the memory slots that they filled."""
+        """Drop `tasks`, but keep a note of the memory slots that they filled."""
         for task in tasks:
             if isinstance(task, PageTransfer) and task.slots:
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)

@@ -1,7 +1,6 @@
-"""Defines recordings: the tasks of a run as plain values, the dependencies between them, and the contents of memories.
+"""Recordings: the tasks of a run as plain values, the dependencies between them, and the use of memories.
 
-Recorders make recordings of tasks, and the trace reader makes recordings of files; the trace writer and all analysis
-take recordings.
+Recorders make recordings from tasks, the trace reader from files; the trace writer and all analysis take recordings.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ WAIT = "wait"
 
 
 class LaneName(NamedTuple):
-    """The name of a lane, and the rank that it belongs to."""
+    """The name of a lane (queue of tasks), and the number of the rank that the lane belongs to."""
 
     rank: int
     name: str
@@ -64,12 +63,12 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
 
     @property
     def work(self) -> WorkKey:
-        """The fields that identify the cost of the task: tasks with equal fields have the same cost on a machine."""
+        """The fields of the task on which its cost depends: tasks with equal fields have equal costs on a machine."""
         return WorkKey(self.kind, self.resource, self.flops, self.nbytes)
 
 
 class WorkKey(NamedTuple):
-    """The fields of a task that its cost on a machine depends on; tasks with equal keys have the same cost."""
+    """The fields of a task on which its cost on a machine depends; tasks with equal keys have equal costs."""
 
     kind: str
     resource: str
@@ -157,7 +156,7 @@ class MemorySample(NamedTuple):
 class PoolSample(NamedTuple):
     """The counts of one pool at one time, added up since the start of the run.
 
-    Counts at the start of a task were taken when the policy submitted the task.
+    A sample at the start of a task has the counts of the moment at which the policy submitted the task.
 
     Attributes:
         pool: the pool's name with its memory, such as "experts in gpu".
@@ -171,7 +170,7 @@ class PoolSample(NamedTuple):
 
 
 class RequestSpan(msgspec.Struct, frozen=True):
-    """A request that joined and left a run; times are nanoseconds since the run's start, -1 if they never came.
+    """A request that joined and left a run; times are nanoseconds since the run's start, -1 for what never happened.
 
     Attributes:
         request: number of the request.
@@ -286,10 +285,11 @@ class Recording(msgspec.Struct):
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, rename={"ahead": "ahead_ns", "error": "error_ns"}):
-    """Correction of one node's clock.
+    """The correction of one node's clock.
 
     Attributes:
-        ahead: nanoseconds by which the node's clock was ahead; they were subtracted from its times.
+        ahead: nanoseconds by which the node's clock was ahead of the common clock; they were subtracted from the node's
+            times.
         error: bound of the correction's error, in nanoseconds.
     """
 
@@ -335,5 +335,5 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:
-        """The word for the run's times: "predicted" on the virtual clock, "measured" in real time."""
+        """The word for the kind of the run's times: "predicted" on the virtual clock, "measured" in real time."""
         return "predicted" if self.driver == "virtual" else "measured"

@@ -8,7 +8,7 @@ from moesched.trace.recording import Recording, Slice
 
 
 class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of one lane after loading.
+    """The use of one lane (queue of tasks) after loading.
 
     Attributes:
         tasks: number of tasks.
@@ -26,7 +26,7 @@ class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KindUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of the tasks with one verb on all lanes with one name, including loading.
+    """Totals of the tasks with one verb (kind of task) on the lanes with one name, of all ranks; loading included.
 
     Attributes:
         kind: the verb.

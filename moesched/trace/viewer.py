@@ -99,8 +99,7 @@ class Viewer(ThreadingHTTPServer):
     def start(self, host: str) -> str:
         """Return the path of the interface's first page, with arguments that make it load and show the trace.
 
-        Args:
-            host: name and port by which the browser reaches this server.
+        host: name and port by which the browser reaches this server.
         """
         arguments = {
             "url": f"http://{host}/{self.secret}/{self._name}",
@@ -112,7 +111,7 @@ class Viewer(ThreadingHTTPServer):
         return f"/index.html#!/?{urlencode(arguments, quote_via=quote)}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of browsers that close a connection early, and report all others."""
+        """Ignore an error of a request if a browser closed its connection early; report all other errors."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -120,8 +119,7 @@ class Viewer(ThreadingHTTPServer):
 def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Return the commands that Perfetto runs at its start: expand all tracks, and pin the critical paths at the top.
 
-    Args:
-        events: the events of the trace.
+    events: the events of the trace.
     """
     commands = [{"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]}]
     for event in events:
@@ -136,7 +134,7 @@ def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
 def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
     """Return start and end of the first layers of the first decode step, in nanoseconds; None without decode steps.
 
-    Transfers do not count, since they may run long before the kernels that need their pages.
+    Transfers are ignored, since they may run long before the kernels that need their pages.
     """
     decode = msgspec.json.Decoder(SliceArgs).decode
     spans: dict[tuple[int, int], tuple[int, int]] = {}
@@ -155,7 +153,7 @@ def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Answers requests for the trace and the files of the interface."""
+    """Answers HTTP requests for the trace and for the files of the interface."""
 
     server: Viewer
     extensions_map = SimpleHTTPRequestHandler.extensions_map | _MEDIA_TYPES

@@ -106,7 +106,7 @@ def _collectives(slices: Sequence[Slice]) -> dict[int, list[int]]:
 
 
 def _awaited(recording: Recording) -> list[int]:
-    """Return, for each task, the index of the task that the policy had awaited last before it submitted this one.
+    """Return, for each task, the index of the last task that the policy awaited before it submitted this one.
 
     The index is -1 if the policy had awaited none.
     """

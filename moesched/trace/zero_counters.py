@@ -14,9 +14,7 @@ COUNTER = "C"
 def without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
     """Return a trace without the series of counters whose values are all zero; all other events stay as they are.
 
-    Args:
-        data: the JSON of the trace.
-        events: the events of this trace, decoded.
+    data: the JSON of the trace. events: the events of this trace, decoded.
     """
     counted = [(each, _values(each)) for each in events if each.ph == COUNTER]
     used = {(each.pid, each.name, key) for each, values in counted for key, value in values.items() if value}
@@ -37,7 +35,7 @@ def without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
 
 
 def _values(event: Event) -> dict[str, int | float]:
-    """Return the values of a counter event by series; empty if they cannot be decoded."""
+    """Return the values of a counter event by the name of the series; empty if they cannot be decoded."""
     try:
         return msgspec.json.decode(event.args, type=dict[str, int | float])
     except msgspec.DecodeError:

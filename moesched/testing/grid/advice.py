@@ -22,13 +22,13 @@ LEAST_FREE = 0.1
 
 
 class Transfers:
-    """Observer that keeps the tasks that move pages in a run's steps, without the tasks of loading."""
+    """Observer that keeps the tasks that move pages of weights in a run's steps; tasks of loading are left out."""
 
     def __init__(self) -> None:
         self.all: list[PageTransfer] = []
 
     def ended(self, task: Task) -> None:
-        """Keep a task if it moved pages in a step."""
+        """Keep a finished task if it moved pages of weights in a step."""
         if isinstance(task, PageTransfer) and task.pages and task.step >= 0:
             self.all.append(task)
 
@@ -38,7 +38,7 @@ def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[
 
     Args:
         case: name of the case.
-        plan: the run's plan, with the counts of its pools.
+        plan: the run's plan, whose pools have counted their use.
         transfers: the tasks that moved pages in steps.
     """
     found = [_of_pool(case, pool) for pool in plan.weights.pools if pool.slots]
@@ -47,7 +47,7 @@ def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[
 
 
 def used_lanes(recording: Recording) -> dict[str, bool]:
-    """Return, for each lane by name, whether any step submitted a task to the lane."""
+    """Return, for each lane (queue of tasks) by name, whether any step of the run submitted a task to the lane."""
     used = {each.lane.name for each in recording.slices if each.step >= 0}
     return {lane.name: lane.name in used for lane in recording.lanes}
 
@@ -55,9 +55,7 @@ def used_lanes(recording: Recording) -> dict[str, bool]:
 def advice_of_lanes(cells: Iterable[tuple[str, Mapping[str, bool]]]) -> Iterator[Advice]:
     """Yield advice on each lane that was used in no cell.
 
-    Args:
-        cells: for each cell that the policy ran in, the cell's name, and whether each lane was used, by the lane's
-            name.
+    cells: for each cell that the policy ran in, the cell's name, and whether each lane was used, by the lane's name.
     """
     cells = list(cells)
     for lane in dict.fromkeys(lane for _, lanes in cells for lane in lanes):
@@ -102,8 +100,7 @@ def _of_free_memory(case: str, memory: Memory, transfers: Sequence[PageTransfer]
 def _of_repeats(case: str, transfers: Sequence[PageTransfer]) -> Iterator[Advice]:
     """Yield advice for each line of the policy that moves a page to a memory for a second time in one decode step.
 
-    Args:
-        case: name of the case.
+    case: name of the case, for the advice. transfers: the tasks that moved pages in steps.
     """
     seen: set[tuple[int, str, int]] = set()
     repeated: Counter[str] = Counter()

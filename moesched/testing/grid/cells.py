@@ -39,7 +39,7 @@ MICRO_BATCHES = 4
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A cell of the grid.
+    """A cell of the grid: a model, a machine and a batch size with which policies are simulated.
 
     Attributes:
         model, machine: names or files.
@@ -58,12 +58,10 @@ class Cell(msgspec.Struct, frozen=True):
     def plan(self, name: str, settings: dict[str, Any]) -> tuple[Plan, Policy]:
         """Make a policy, and plan the cell's batch with it.
 
-        Args:
-            name: the policy's name, or file.py:Class.
-            settings: the policy's settings by name.
+        name: the policy's name, or file.py:Class. settings: the policy's settings by name.
 
         Raises:
-            BadInput: the plan does not fit.
+            BadInput: the plan does not fit into the machine's memory.
         """
         policy = find_policy(name)
         whole, machine = find_shape(self.model), find_machine(self.machine)
@@ -93,14 +91,14 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Simulated(NamedTuple):
-    """The simulation of a policy in a cell: its plan, and the figures of the run."""
+    """The simulation of a policy in a cell: the policy's plan, and the figures of the run."""
 
     plan: Plan
     run: TrialFigures
 
     @property
     def seconds(self) -> float:
-        """The predicted time of the whole batch, from the end of loading, in seconds."""
+        """The predicted time of the whole batch, from the end of loading on, in seconds."""
         return self.run.seconds(self.plan.batch)
 
 
@@ -117,6 +115,7 @@ def simulate_cell(
     Args:
         name: the policy's name, or file.py:Class.
         settings: the policy's settings by name.
+        observers: are told of the run's tasks.
         recorder: records the run; None for no recording.
 
     Raises:
@@ -155,5 +154,5 @@ def cells_of(
 
 @cache
 def _layout(config: ModelConfig) -> WeightLayout:
-    """Cut a model's weights into pages; cached, since all policies use the same pages."""
+    """Return the division of a model's weights into pages; cached, since all policies use the same pages."""
     return weight_layout(config)

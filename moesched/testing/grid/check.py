@@ -97,8 +97,7 @@ class ChildRun:
     def report(self, seconds: float) -> GridReport:
         """Return the report of all outcomes.
 
-        Args:
-            seconds: duration of the check.
+        seconds: duration of the check.
         """
         count = len(self._names) - len(self._order.cells)
         unchecked = [name for number, name in enumerate(self._names) if number not in self._outcomes]
@@ -123,8 +122,7 @@ class ChildRun:
     def _read(self, lines: Iterable[bytes]) -> str | None:
         """Collect outcomes from the child's messages until the messages end or an item takes too long.
 
-        Args:
-            lines: lines that the child writes.
+        lines: lines that the child writes.
 
         Returns:
             The line of the policy, as file:line, that ran when an item took too long; None if no item did.
@@ -158,7 +156,7 @@ class ChildRun:
             self._begun = None
 
     def _ended_early(self, busy_at: str | None, code: int) -> None:
-        """Record the reason why the child's last item did not end, and a fault of the policy if it is one.
+        """Record the reason why the child's last item did not end; if it is the policy's fault, also record the fault.
 
         Args:
             busy_at: the policy's line at which the item took too long; None if the process ended by itself.
@@ -183,8 +181,7 @@ class ChildRun:
     def _cell_results(self, first: int) -> Iterator[CellResult]:
         """Yield the result of each cell, with the policy's rank among the shipped policies.
 
-        Args:
-            first: index of the first cell's item among all items.
+        first: index of the first cell's item among all items.
         """
         cells = self._order.cells
         for number, cell in enumerate(cells, first):

@@ -75,7 +75,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         item: index of the item.
         seconds: time that the item may take.
-        quick: whether taking longer is a fault of the policy, and not of the time limit.
+        quick: whether an item that takes longer is a fault of the policy; otherwise it is left unchecked.
     """
 
     item: int
@@ -107,10 +107,9 @@ def main() -> None:
 
 
 def carry_out(order: ChildOrder, alarm: BinaryIO) -> Iterator[Message]:
-    """Carry out an order: load the policy and run all items; yield messages at their begin and end.
+    """Carry out an order: load the policy and run all items; yield messages at the beginning and end of each item.
 
-    Args:
-        alarm: the file to which the traceback of an item that takes too long is written.
+    alarm: the file to which the traceback of an item that takes too long is written.
     """
     faulthandler.register(signal.SIGALRM, file=alarm, all_threads=False)
     signal.setitimer(signal.ITIMER_REAL, order.loading, BETWEEN_TRACEBACKS)
@@ -143,7 +142,7 @@ def carry_out(order: ChildOrder, alarm: BinaryIO) -> Iterator[Message]:
 
 
 def command(order: ChildOrder) -> list[str]:
-    """Return the command that starts a child process for an order, with the import path of this process."""
+    """Return the command that starts a child process to carry out an order, with the import path of this process."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     return [sys.executable, "-P", "-c", code, msgspec.json.encode(order).decode()]
 

@@ -1,4 +1,4 @@
-"""Conversion of a policy's errors to faults, each with the policy's line, the message and the case."""
+"""Conversion of a policy's errors to faults: each has the policy's line, the message and the case."""
 
 from __future__ import annotations
 

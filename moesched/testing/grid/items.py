@@ -1,4 +1,4 @@
-"""Items, the parts of a check that run one by one: small cases, cells, and the shipped policies in each cell."""
+"""Items, the parts of a check that run one by one: small cases, cells, and in each cell the shipped policies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one item.
 
     Attributes:
-        unfit: the fault to report if the policy's plan fits in no item; None if the plan fits in this one.
+        unfit: the fault to report if the policy's plan fits the memory in no item; None if it does in this one.
         cell: the policy's result in a cell; None for other items.
         lanes: whether each lane was used, by the lane's name.
         rivals: the seconds of the shipped policies, by name.
@@ -77,7 +77,7 @@ class Item(NamedTuple):
 def trial_item(trial: Trial) -> Item:
     """Make the item that runs the policy in a small case, to find faults.
 
-    The item is not needed if the same case with the machine's own durations had a fault.
+    The item is not needed if the case had a fault already with the machine's own durations.
     """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:
@@ -96,7 +96,7 @@ def trial_item(trial: Trial) -> Item:
 
 
 def cell_item(cell: Cell) -> Item:
-    """Make the item that simulates the policy in a cell, for its predicted time, a lower bound, and advice."""
+    """Make the item that simulates the policy in a cell: it gives the predicted time, a lower bound, and advice."""
 
     def run(subject: Subject) -> Outcome:
         outcome = Outcome()
@@ -121,7 +121,7 @@ def cell_item(cell: Cell) -> Item:
 def rivals_item(cell: Cell) -> Item:
     """Make the item that predicts the times of the shipped policies in a cell.
 
-    The item is not needed if the policy has no time in this cell.
+    The item is not needed if the policy under check has no predicted time in this cell.
     """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:
@@ -131,7 +131,7 @@ def rivals_item(cell: Cell) -> Item:
 
 
 def items_of(policy: type[Policy], cells: Sequence[Cell]) -> list[Item]:
-    """Return all items of a check, in the order in which they run."""
+    """Return all items of a check of a policy in these cells, in the order in which they run."""
     return [*map(trial_item, trials_of(policy)), *map(cell_item, cells), *map(rivals_item, cells)]
 
 
@@ -151,5 +151,5 @@ def _in_cell(cell: Cell, subject: Subject) -> Outcome:
 
 
 def _with_line(advice: Advice, subject: Subject) -> Advice:
-    """Return the advice, with the line of the policy's class if the advice has no line of the policy."""
+    """Return the advice, with the line of the policy's class if the advice names no line of the policy."""
     return structs.replace(advice, line=subject.home) if advice.line in ("", CODE_OF_CHILD) else advice

@@ -43,7 +43,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         line: the policy's line, as file:line; empty if there is none.
-        kind: a short text that is equal for the same advice in several cases.
+        kind: a short text for the kind of advice, the same in all cases with this advice.
         message: the finding as text.
         case: the first case of the finding.
         cases: number of cases with this finding.
@@ -116,7 +116,7 @@ Found = TypeVar("Found", Fault, Advice)
 
 
 def merged(found: Iterable[Found]) -> list[Found]:
-    """Join findings with equal keys to one, and add up their numbers of cases; the order is kept."""
+    """Join findings with equal keys into one, whose number of cases is their sum; the order is kept."""
     first: dict[tuple[str, str], Found] = {}
     for each in found:
         known = first.get(each.key)

@@ -68,7 +68,7 @@ def _read() -> _Kept:
 
 
 def _write(kept: _Kept) -> None:
-    """Write the cached times; an error is ignored, since they can be predicted again."""
+    """Write the cached times; errors are ignored, since times can be predicted again."""
     with suppress(OSError, BadInput):
         _file().parent.mkdir(parents=True, exist_ok=True)
         with whole_file(_file(), "times of policies") as file:

@@ -40,7 +40,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The case, the clock and the kind of durations as text."""
+        """The case, the clock and the kind of durations, as text for messages."""
         if self.uneven is not None:
             return f"{self.case.name}, uneven durations {self.uneven}"
         return f"{self.case.name}, lanes that slow each other" if self.clock == "shared" else self.case.name
@@ -70,7 +70,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class UnevenTimes:
-    """A cost model that multiplies a machine's durations by random factors; works that are equal have equal factors.
+    """A cost model that multiplies a machine's durations by random factors; equal works have equal factors.
 
     Tasks then end in orders that no real machine would give.
 
@@ -84,7 +84,7 @@ class UnevenTimes:
         self._seed = seed
 
     def work(self, work: Work) -> Demand:
-        """Return the time, multiplied by a random factor, and the resources that a task takes on the machine."""
+        """Return the resources that `work` takes on the machine, and its time, multiplied by the random factor."""
         demand = self._cost.work(work)
         same = (self._seed, work.kind, work.resource, work.flops, work.nbytes, work.tokens)
         chosen = Random(blake2b(repr(same).encode(), digest_size=8).digest())
@@ -93,7 +93,7 @@ class UnevenTimes:
 
 
 def trials_of(policy: type[Policy]) -> list[Trial]:
-    """Return the small cases for a policy, the cases that find most faults first."""
+    """Return the small cases in which to run a policy; the cases that find most faults come first."""
     known = policy_cases()
     ample = [replace(case, name=f"{case.name}, eight times the weights", weights=8.0) for case in known[:2]]
     cases = known + ample + (node_cases() if is_expert_parallel(policy) else [])

@@ -11,10 +11,10 @@ from moesched.testing.symbolic.model import first_tokens
 
 
 class SymbolicBatch:
-    """Gives verbs the sizes and the data of a task's micro-batch; in prefill, each chunk of prompts is a micro-batch.
+    """Gives verbs (kinds of tasks) the sizes and data of a micro-batch; in prefill, each chunk is a micro-batch.
 
     Attributes:
-        on_host: suffix of the names of data in host memory; empty if the machine has one memory.
+        on_host: suffix of the keys of data in the host's memory; empty if the machine has one memory.
         scores: whether the plan requests router scores.
     """
 
@@ -30,7 +30,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """Return the hashes of the prompts' tokens, by key: the data before the first task, apart from weights."""
+        """Return the hashes of the prompts' tokens, by key: all data before the first task, except weights."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }

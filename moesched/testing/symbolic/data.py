@@ -35,16 +35,16 @@ class Access:
         self.writes: dict[Key, int] = {}
 
     def read(self, key: Key) -> int:
-        """Return the present hash of a piece of data; 0 if nothing was written to it yet."""
+        """Return the present hash of a piece of data, given its key; 0 if nothing was written to it yet."""
         self.reads.add(key)
         return self._values.get(key, 0)
 
     def write(self, key: Key, value: int) -> None:
-        """Set the hash that a piece of data gets when the task ends."""
+        """Set the hash `value` that a piece of data, given its key, gets when the task ends."""
         self.writes[key] = value
 
     def weights(self, view: View[Any]) -> dict[int, int]:
-        """Read the pages of a view; return hashes of the weights by expert, and of the dense weights under -1."""
+        """Read the pages of a view; return hashes of the experts' weights by expert, and of other weights under -1."""
         held: dict[int, list[int]] = {}
         for page, slot in zip(view.pages, view.slots, strict=True):
             held.setdefault(page.expert, []).append(self.read(slot))
@@ -65,11 +65,11 @@ class Data:
         self._lock = threading.Lock()
 
     def begin(self, task: Task) -> Access:
-        """Return an object for the reads and writes of a task that begins."""
+        """Return an object through which a task that begins reads and writes data."""
         return Access(self.values, task.start if task.end >= 0 else next(self._ticks))
 
     def end(self, task: Task, access: Access) -> None:
-        """Store the hashes that a task wrote, and check its reads and writes.
+        """Store the hashes that a task wrote through `access`, and check the task's reads and writes.
 
         Raises:
             Clash: while the task ran, another task changed data that it used, or used data that it changed.

@@ -38,7 +38,7 @@ class SymbolicDevice:
         self._verbs: dict[str, Verb] = {}
 
     def join(self, rank: int, transport: Transport | None, first: Device) -> None:
-        """Make this device a node that exchanges data through the device `first`; other arguments have no effect."""
+        """Make this device a node that exchanges data through the device `first`; other arguments are ignored."""
         assert isinstance(first, SymbolicDevice)
         self._board = first._board
 
@@ -49,26 +49,26 @@ class SymbolicDevice:
 
     @property
     def streams(self) -> None:
-        """None, since no lane of this device is a stream."""
+        """None: no lane of this device is a stream, so that worker threads run all tasks."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Kinds of lanes other than worker threads, by name; empty, since this device has none."""
+        """The kind of each lane that is no worker thread, by name: empty, since all lanes (queues of tasks) are."""
         return {}
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a slot needs for a page."""
+        """Return the bytes that a page (a part of a layer's weights) needs in a slot, memory for one page."""
         return page.nbytes
 
     def begin(
         self, plan: Plan, prompts: Sequence[Sequence[int]] = (), sampling: Sampling | None = None
     ) -> None:
-        """Forget the previous batch, and prepare a new one; token ids and sampling have no effect."""
+        """Forget the previous batch, and prepare a new one by its plan; token ids and sampling have no effect."""
         batch = SymbolicBatch(plan)
         self._open(plan, batch, Attention(batch))
 
     def serve(self, plan: Plan) -> None:
-        """Prepare for a run in which requests join and leave; their token ids have no effect."""
+        """Prepare for a run in which requests join and leave, by its plan; token ids have no effect."""
         self.places = ServedBatch(plan)
         self._open(plan, self.places, ServedAttention(self.places))
 
@@ -81,7 +81,7 @@ class SymbolicDevice:
         self._verbs = verbs_of(plan, attention, Experts(batch), self._board)
 
     def execute(self, task: Task) -> Any:
-        """Run one task and return its value; the data that it writes change when it ends.
+        """Run one task and return its value; the data that the task writes change when the task ends.
 
         Raises:
             NotImplementedError: the device has no such verb.

@@ -1,4 +1,4 @@
-"""The symbolic device's verbs for nodes that share the experts, and the board on which nodes post data."""
+"""The symbolic device's verbs for nodes that share experts, and the board through which nodes exchange data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesched.testing.symbolic.experts import Experts
 
 
 class Board:
-    """Stores the values that the nodes of one process exchange."""
+    """The values that nodes of one process exchange: each node posts its part, and reads the parts of all."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[str, int, int, int], dict[int, Any]] = {}
@@ -33,10 +33,9 @@ class Board:
             self._posted.setdefault((data, task.step, task.layer, task.micro_batch), {})[node] = value
 
     def posted(self, task: Task) -> list[Any]:
-        """Return the parts of an exchange, in the order of the nodes.
+        """Return all nodes' parts of an exchange, in the order of the nodes.
 
-        Args:
-            task: the task of a node that receives the parts.
+        task: the task of a node that receives the parts.
         """
         with self._lock:
             posted = self._posted[task.operands, task.step, task.layer, task.micro_batch]
@@ -44,7 +43,7 @@ class Board:
 
 
 class Exchanges:
-    """Computes the verbs (kinds of tasks) that sum over nodes, or send results of a first node with all attention."""
+    """Computes the verbs (kinds of tasks) that sum over nodes, or send results of the only node with attention."""
 
     def __init__(self, nodes: NodeShare, experts: Experts, board: Board) -> None:
         self._nodes = nodes
@@ -52,7 +51,7 @@ class Exchanges:
         self._board = board
 
     def partial_sum(self, task: Task, data: Access) -> None:
-        """Post the hashes of the output rows of experts that this node ran, for the sum over all nodes."""
+        """Post the hashes in `data` of the output rows of experts that this node ran, for the sum over all nodes."""
         own = [e for e, node in task.operands.items() if node == self._nodes.index]
         self._post(task, SUM, self._experts.outputs_of(own, task, data))
 
@@ -63,7 +62,7 @@ class Exchanges:
                 data.write(row, output)
 
     def gather(self, task: Task, data: Access) -> None:
-        """On the first node, copy into `data` the output rows that all nodes posted; on the others, do nothing."""
+        """Copy into `data` the output rows that all nodes posted; on nodes other than the first, do nothing."""
         if self._nodes.attends:
             self.all_reduce(task, data)
 
@@ -76,7 +75,7 @@ class Exchanges:
             data.write(key, self._board.posted(task)[0])
 
     def route_for_all(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Run the router on the first node, and post the rows for the others; return the number of rows by expert."""
+        """Run the router on the first node, and post its rows for other nodes; return the number of rows by expert."""
         routed = self._experts.route(task, data)
         self._post(task, ROWS, data.writes["normed", task.micro_batch])
         return routed
@@ -88,7 +87,7 @@ class Exchanges:
         return tokens
 
     def sampled(self, task: Task, data: Access) -> list[int]:
-        """Return the token ids that the first node sampled, on a node without attention."""
+        """Return the token ids that the first node sampled, from `data`; for a node without attention."""
         tokens: Any = data.read(("tokens", task.micro_batch))
         return list(tokens)
 

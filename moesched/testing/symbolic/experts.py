@@ -1,4 +1,4 @@
-"""The symbolic device's verbs of the second half of a layer, and of sampling, on one machine."""
+"""The symbolic device's verbs (kinds of tasks) for experts and sampling, on one machine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Experts:
         self._batch = batch
 
     def post_attention(self, task: Task, data: Access) -> None:
-        """Write the hash of the hidden state after the router, all chosen experts, and the sum of their outputs."""
+        """Write to `data` the hash of the hidden state after router, chosen experts and the sum of their outputs."""
         weights = data.weights(task.operands)
         hidden = self._project_output(task, data, weights)
         outputs = [expert(task.layer, e, hidden, weights[e]) for e in self._choose(task, hidden)]
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def route(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Return the number of rows of each expert that the router chooses, and write the rows that experts read.
+        """Choose experts, and write the hash of their rows to `data`; return each chosen expert's number of rows.
 
         If the plan requests scores, an expert's score is its share of all choices.
         """
@@ -43,7 +43,7 @@ class Experts:
         return self._with_scores(self._choose(task, hidden))
 
     def chosen(self, task: Task, data: Access) -> dict[int, int]:
-        """Return the number of rows of each expert that the first node's router chose, on a node without attention."""
+        """Return the number of rows of each expert that the first node's router chose; for a node without attention."""
         return self._choose(task, data.read(("normed", task.micro_batch)))
 
     def preview_route(self, task: Task, data: Access) -> Mapping[int, int]:
@@ -52,12 +52,12 @@ class Experts:
         return self._with_scores(self._choose(task, symbol("preview", task.layer, hidden, weights)))
 
     def offload_routed(self, task: Task, data: Access) -> None:
-        """Copy to the host the hash of the rows that experts read."""
+        """Copy, in `data`, the hash of the rows that experts read to the host."""
         j = task.micro_batch
         data.write((f"normed{self._batch.on_host}", j), data.read(("normed", j)))
 
     def run_expert(self, task: Task, data: Access) -> None:
-        """Write the hashes of an expert's output rows, for the rows of the task."""
+        """Write to `data` the hashes of an expert's output rows, for the rows of the task."""
         where = self._batch.on_host if isinstance(task, HostKernel) else ""
         weights = data.weights(task.operands)[task.expert]
         for j, start, stop in task.expert_rows:
@@ -66,18 +66,18 @@ class Experts:
                 data.write((f"output{where}", task.expert, j, row), output)
 
     def warm_expert(self, task: Task, data: Access) -> None:
-        """Read an expert's weights and do nothing else, as a task does on hardware to keep the weights wired."""
+        """Read an expert's weights and do nothing else: on hardware, this task keeps the weights in memory."""
         data.weights(task.operands)
 
     def load_routed(self, task: Task, data: Access) -> None:
-        """Copy to the accelerator the hashes of output rows of experts that ran on the host."""
+        """Copy, in `data`, the hashes of the output rows of experts that ran on the host to the accelerator."""
         j = task.micro_batch
         for e, rows in task.operands:
             for row in rows:
                 data.write(("output", e, j, row), data.read((f"output{self._batch.on_host}", e, j, row)))
 
     def combine(self, task: Task, data: Access) -> None:
-        """Write the hash of the hidden state plus the outputs of the chosen experts."""
+        """Write to `data` the hash of the sum of hidden state and chosen experts' outputs."""
         hidden = data.read(self._batch.hidden(task))
         outputs = [
             joined(data.read(key) for key in output_rows(e, task.micro_batch, tokens))
@@ -86,7 +86,7 @@ class Experts:
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def sample(self, task: Task, data: Access) -> list[int]:
-        """Return the next token id of each request."""
+        """Return the next token id of each request, computed from the hash of the hidden state."""
         key = ("tokens", self._batch.whole(task))
         tokens = sample(data.read(self._batch.hidden(task)), task.operands)
         data.write(key, symbol("tokens", data.read(key), *tokens))
@@ -95,8 +95,7 @@ class Experts:
     def outputs_of(self, experts: Iterable[int], task: Task, data: Access) -> dict[Key, int]:
         """Return the output rows of some experts for a task's micro-batch: hashes by key.
 
-        Args:
-            experts: numbers of the experts.
+        experts: numbers of the experts.
         """
         tokens = self._choose(task, data.read(("normed", task.micro_batch)))
         keys = (key for e in experts for key in output_rows(e, task.micro_batch, tokens[e]))

@@ -21,28 +21,20 @@ def symbol(*parts: int | str) -> int:
 def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
     """Return the hash of a micro-batch's prompt tokens.
 
-    Args:
-        requests: the requests of the micro-batch.
-        starts: for a chunk of the prompts, the position in each prompt at which the chunk begins.
+    requests: numbers of the requests. starts: for a chunk of prompts, the position in each prompt where it begins.
     """
     return symbol("prompts", *requests, "from", *starts)
 
 
 def embed(tokens: int) -> int:
-    """Return the hash of the hidden state before the first layer.
-
-    Args:
-        tokens: the hash of the tokens.
-    """
+    """Return the hash of the hidden state before the first layer, given the hash of the tokens."""
     return symbol("embed", tokens)
 
 
 def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
     """Return the hash of queries, keys and values.
 
-    Args:
-        hidden: the hash of the hidden state.
-        weights: hashes of the layer's weights, with -1 for the dense ones.
+    hidden: the hash of the hidden state. weights: hashes of the layer's weights by expert, with -1 for all others.
     """
     return symbol("qkv", layer, hidden, weights[-1])
 
@@ -50,34 +42,28 @@ def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
 def positions(step: int, starts: Iterable[int] = ()) -> int:
     """Return the hash of the positions of a step's tokens in the KV cache.
 
-    Args:
-        step: number of the step.
-        starts: in prefill, the position in each prompt at which the chunk begins.
+    step: number of the step. starts: in prefill, the position in each prompt at which the chunk begins.
     """
     return symbol("positions", step, *starts)
 
 
 def append(cache: int, qkv: int, where: int) -> int:
-    """Return the hash of a KV cache after an append.
+    """Return the hash of a KV cache after an append, given the hash of the cache before.
 
-    Args:
-        cache: the hash of the cache before.
-        qkv: the hash of the new keys and values.
-        where: the hash of their positions.
+    qkv: the hash of the new keys and values. where: the hash of their positions.
     """
     return symbol("cache", cache, qkv, where)
 
 
 def attend(layer: int, qkv: int, cache: int) -> int:
-    """Return the hash of attention's output, given the hashes of the queries and of the KV cache."""
+    """Return the hash of a layer's attention output, given the hashes of the queries and of the KV cache."""
     return symbol("attention", layer, qkv, cache)
 
 
 def project_output(layer: int, attention: int, hidden: int, weights: int) -> int:
     """Return the hash of the hidden state after attention: its output projection, added to the residual.
 
-    Args:
-        attention, hidden, weights: hashes of attention's output, of the hidden state and of the dense weights.
+    attention, hidden, weights: hashes of attention's output, of the hidden state, and of the layer's dense weights.
     """
     return symbol("output", layer, attention, hidden, weights)
 
@@ -100,26 +86,22 @@ def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, i
 
 
 def expert(layer: int, number: int, hidden: int, weights: int) -> int:
-    """Return the hash of the output of the expert `number` in a layer.
-
-    Args:
-        hidden, weights: hashes of the expert's input and weights.
-    """
+    """Return the hash of the output of the expert `number` in a layer, given the hashes of its input and weights."""
     return symbol("expert", layer, number, hidden, weights)
 
 
 def joined(rows: Iterable[int]) -> int:
-    """Return the hash of an expert's output from the hashes of its rows.
+    """Return the hash of an expert's output, given the hashes of the output's rows.
 
-    Equal rows give their own hash. Different rows, which tasks computed from different data, give a hash that no
-    right output has.
+    Equal rows give their own hash. Different rows, which tasks computed from different data, give a hash that no right
+    output has.
     """
     first, *others = dict.fromkeys(rows)
     return symbol("torn", first, *others) if others else first
 
 
 def combine(hidden: int, outputs: Sequence[int]) -> int:
-    """Return the hash of the sum of the hidden state and the experts' outputs, which are added in their order."""
+    """Return the hash of the sum of the hidden state and the experts' outputs, in their order, given their hashes."""
     return symbol("combine", hidden, *outputs)
 
 

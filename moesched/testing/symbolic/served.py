@@ -1,4 +1,4 @@
-"""The symbolic device's places (micro-batches whose requests join and leave), and the tokens that are right."""
+"""The symbolic device while serving: places (micro-batches whose requests join and leave), and the right tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moesched.testing.symbolic.model import (
 
 
 class ServedBatch(SymbolicBatch):
-    """Gives verbs the sizes and the data of a task's place: a micro-batch whose requests join and leave.
+    """Gives verbs (kinds of tasks) the sizes and data of a task's place: a micro-batch whose requests join and leave.
 
     Attributes:
         history: for each place, the rows of every step so far.
@@ -48,9 +48,9 @@ class ServedBatch(SymbolicBatch):
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
-        """Test whether the KV cache has entries of earlier steps for a task's rows, as in decode.
+        """Test whether the KV cache has entries of earlier steps for a task's rows, as it has in decode.
 
-        Prompts have none: with a KV cache on the host they are not divided over steps.
+        Prompts have none, as they are not divided over steps if the KV cache is on the host.
         """
         return task.phase == "decode"
 
@@ -77,14 +77,10 @@ class ServedAttention(Attention):
         data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
-        """Append new keys and values to a KV cache, and return the hash of attention.
+        """Append new keys and values to a KV cache in `data`, and return the hash of attention.
 
-        Undivided prompts attend only over their own keys and values, all other rows over the cache.
-
-        Args:
-            source: key of the queries, keys and values.
-            key: key of the cache.
-            held: the hash of the cache before; None to read it at `key`.
+        Undivided prompts attend only over their own keys and values, all other rows over the cache. source: key of the
+        queries, keys and values. key: key of the cache. held: the hash of the cache before; None to read it at `key`.
         """
         qkv = data.read(source)
         cache = self._append(task, data, qkv, key, held)
@@ -96,8 +92,7 @@ class ServedAttention(Attention):
 def embedded(rows: Rows, held: int) -> int:
     """Return the hash of the hidden state before the first layer, for the rows of a step.
 
-    Args:
-        held: the hash of the place's tokens so far.
+    held: the hash of the place's tokens so far.
     """
     requests = [row.request for row in rows.rows]
     if rows.phase == "prefill":
@@ -108,8 +103,7 @@ def embedded(rows: Rows, held: int) -> int:
 def expected_served(plan: Plan, history: Sequence[Rows]) -> dict[int, list[int]]:
     """Compute, without a schedule, the tokens that each request in a place must get, by request.
 
-    Args:
-        history: the rows of the place in each step.
+    history: the rows of the place in each step.
     """
     cache, held = dict.fromkeys(plan.layers, 0), 0
     tokens: defaultdict[int, list[int]] = defaultdict(list)

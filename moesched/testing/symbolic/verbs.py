@@ -1,4 +1,4 @@
-"""The symbolic device's table of verbs, and the verbs that move pages of weights."""
+"""The symbolic device's table of verbs (kinds of tasks), and the verbs that move pages of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Verb = Callable[[Any, Access], Any]
 
 
 def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return the function that computes each verb of a run, by name: most are methods of the other arguments."""
+    """Return the functions that compute a run's tasks, by verb: most are methods of the other arguments."""
     verbs: dict[str, Verb] = {"load": _load, "fetch": _fetch, "copy_to_pinned": _fetch}
     for part in (attention, experts):
         verbs |= {name: verb for name, verb in getmembers(part, ismethod) if not name.startswith("_")}
@@ -28,7 +28,7 @@ def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -
 
 
 def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return the functions of verbs that are new or different if several nodes share the experts, by name."""
+    """Return the functions of verbs that are new or different where several nodes share the experts, by name."""
     exchanges = Exchanges(plan.nodes, experts, board)
     verbs: dict[str, Verb] = {"partial_sum": exchanges.partial_sum}
     if not plan.nodes.centralised:
@@ -40,13 +40,13 @@ def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb
 
 
 def _load(task: PageTransfer, data: Access) -> None:
-    """Write the hashes of pages to the pages' slots, as if the pages were read from the checkpoint."""
+    """Write the hashes of pages to the pages' slots in `data`, as if the pages were read from the checkpoint."""
     for page, slot in zip(task.pages, task.slots, strict=True):
         data.write(slot, page.id)
 
 
 def _fetch(task: PageTransfer, data: Access) -> None:
-    """Copy the hashes of pages to their slots from other slots; without a source slot, as if from the checkpoint."""
+    """Copy the hashes of pages between slots; a page without a source slot comes as if from the checkpoint."""
     sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
     for page, slot, source in zip(task.pages, task.slots, sources, strict=True):
         data.write(slot, page.id if source is None else data.read(source))
