@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -102,6 +104,24 @@ def test_a_template_that_loops_or_says_too_much_is_ended_and_the_next_conversati
             await template.render([{"role": "user", "content": "a" * 5000}])
         assert await template.render([{"role": "user", "content": "é\n"}]) == "é\n"
         await template.close()
+
+    run_on_own_loop(use)
+
+
+def test_a_process_that_was_killed_while_it_was_idle_is_started_again() -> None:
+    async def use() -> None:
+        before = {*psutil.Process().children()}
+        template = ModelTemplate(ChatTemplate("{{ messages[0].content }}"))
+        await template.start()
+        [worker] = {*psutil.Process().children()} - before
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        for _ in range(200):  # until the event loop has seen it
+            await asyncio.sleep(0)
+        try:
+            assert await template.render([{"role": "user", "content": "b"}]) == "b"
+        finally:
+            await template.close()
 
     run_on_own_loop(use)
 

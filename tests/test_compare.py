@@ -11,7 +11,7 @@ import pytest
 from commands import SIMULATE, refused
 from moesched.analysis.compare import compare_runs, read_runs
 from moesched.analysis.compared_runs import run_of_recording
-from moesched.analysis.comparison import Comparison, Row
+from moesched.analysis.comparison import Comparison, Row, letters_of
 from moesched.analysis.published import PREFILL_ERROR
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
@@ -120,6 +120,10 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
         "C/A",
         "error",
     ]
+
+
+def test_runs_beyond_the_letter_z_have_two_letters() -> None:
+    assert [letters_of(number) for number in (1, 25, 26, 27, 52, 702)] == ["B", "Z", "AA", "AB", "BA", "AAA"]
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:

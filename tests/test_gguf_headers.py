@@ -164,6 +164,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         key("llama.rope.scaling.type", string("yarn")),
         "missing required field `factor`",
     ),
+    "rotations that scale without a type": (
+        key("llama.rope.scaling.attn_factor", real(1.2)),
+        r"rope.scaling.attn_factor is 1\.2.*not supported",
+    ),
     "factors of rotations for other heads": (
         more(Tensor("rope_freqs.weight", [3])),
         r"rope_freqs.weight is \[3\] of type F32, and \[2\] of type F32 is needed",

@@ -283,6 +283,7 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     (PLAIN, {"model": "fake", "prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "omit it"),
     (PLAIN, {"model": "fake", "prompt": "a", "logit_bias": {"3": 1}}, "logit_bias", "omit it"),
     (PLAIN, {"model": "fake", "prompt": "a", "best_of": 2}, "best_of", "omit it"),
+    (PLAIN, {"model": "fake", "prompt": "a", "verbosity": "low"}, "verbosity", "does not have it: omit it"),
     (CHAT, {"model": "fake", "messages": []}, "messages", "messages is []"),
     (CHAT, {"model": "fake", "messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", "'robot'"),
     (CHAT, {"model": "fake", "messages": [{"role": "user"}]}, "messages[0].content", "is missing: give it"),
@@ -359,6 +360,7 @@ def test_fields_that_change_no_answer_are_taken() -> None:
             "frequency_penalty": 0,
             "logit_bias": {},
             "tools": None,
+            "reasoning_effort": None,
         }
         answer = await chat(server, max_tokens=1, extra_body=harmless)
         assert answer.usage.completion_tokens == 1

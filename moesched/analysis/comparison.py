@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import ascii_uppercase
 from typing import Literal
 
 import msgspec
@@ -73,8 +74,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         """Return the column titles of `table`."""
         columns = ["", "", *(f"{run.title} ({run.figures})" for run in self.runs)]
         for number in range(1, len(self.runs)):
-            letter = chr(ord("A") + number)
-            columns += [f"{letter}/A", *(["error"] if self._foretells(number) else [])]
+            columns += [f"{letters_of(number)}/A", *(["error"] if self._foretells(number) else [])]
         return columns
 
     def _foretells(self, number: int) -> bool:
@@ -206,6 +206,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]
+
+
+def letters_of(number: int) -> str:
+    """Return the letters of the run at an index, as spreadsheets name columns: A to Z, then AA, AB, ..."""
+    before, last = divmod(number, len(ascii_uppercase))
+    return (letters_of(before - 1) if before else "") + ascii_uppercase[last]
 
 
 def _foretold(run: Title) -> bool:

@@ -25,17 +25,22 @@ HARMLESS = frozenset(
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
+        "audio": (),
         "best_of": (1,),
         "frequency_penalty": (0,),
         "function_call": ("none",),
         "functions": ([],),
         "logit_bias": ({},),
         "modalities": (["text"],),
+        "prediction": (),
         "presence_penalty": (0,),
+        "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
         "suffix": ("",),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
     }
 )
 """Unsupported fields, and the values besides null with which they change no answer; others are refused."""

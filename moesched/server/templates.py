@@ -104,6 +104,8 @@ class ModelTemplate:
             await self._end()
 
     async def _ready_worker(self) -> asyncio.subprocess.Process:
+        if self._worker is not None and self._worker.returncode is not None:
+            await self._end()  # something killed it while it was idle
         if self._worker is None:
             self._worker = await asyncio.create_subprocess_exec(
                 *COMMAND,

@@ -38,6 +38,7 @@ def rope_scaling(
     if kind not in KINDS:
         remedy = with_nearest(kind, KINDS, f"use a model with {', '.join(KINDS)}")
         raise BadInput(f"{path}: rope.scaling.type is {shown(kind)}, which is not supported: {remedy}")
+    _require_one(path, "attn_factor", keys.rope__scaling__attn_factor)
     if FACTORS in tensors:
         if kind != NONE:
             raise BadInput(f"{path}: {FACTORS} and rope.scaling.type {kind} both scale rotations; {RESTORE}")
@@ -47,21 +48,22 @@ def rope_scaling(
     scaling = {"rope_type": kind, "factor": keys.rotation_factor}
     if kind == LINEAR:
         return scaling
-    for name, value in (
-        ("attn_factor", keys.rope__scaling__attn_factor),
-        ("yarn_attn_factor", keys.rope__scaling__yarn_attn_factor),
-        ("yarn_ext_factor", keys.rope__scaling__yarn_ext_factor),
-    ):
-        if value not in (None, 1.0):
-            raise BadInput(
-                f"{path}: rope.scaling.{name} is {shown(value)}, which is not supported; use a model with 1.0"
-            )
+    _require_one(path, "yarn_attn_factor", keys.rope__scaling__yarn_attn_factor)
+    _require_one(path, "yarn_ext_factor", keys.rope__scaling__yarn_ext_factor)
     return scaling | {
         "original_max_position_embeddings": keys.rope__scaling__original_context_length,
         "beta_fast": keys.rope__scaling__yarn_beta_fast,
         "beta_slow": keys.rope__scaling__yarn_beta_slow,
         "truncate": truncate,
     }
+
+
+def _require_one(path: Path, name: str, value: float | None) -> None:
+    """Raise BadInput if the file has the key `rope.scaling.NAME`, with another value than 1."""
+    if value not in (None, 1.0):
+        raise BadInput(
+            f"{path}: rope.scaling.{name} is {shown(value)}, which is not supported; use a model with 1.0"
+        )
 
 
 def _by_factors(found: FoundTensor, pairs: int) -> dict[str, Any]:
