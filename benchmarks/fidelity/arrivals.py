@@ -1,11 +1,12 @@
 """Requests that arrive over time, predicted beside measured: rates, times to the first token and per token.
 
-A file has requests of random mixtral-0.8b with prompts and answers of several lengths, which arrive at random: at half
-the rate at which this machine completes them when all come at once, and at nine tenths of it. `simulate --arrivals`
-reads it, and the engine serves the same requests at the same times, all weights in memory. The prediction uses a
-calibration made in turn with the runs, and the experts that each token chooses, which a batch job recorded before
-(`moesched profile-routing`); it sees neither the weights nor a time of the requests. Runs during which other processes
-took more than a tenth of a core are done again, up to twice as many.
+A file has requests of random mixtral-0.8b with prompts and answers of several lengths. They arrive all at once; or at
+random, at half the rate at which this machine completes them then, and at nine tenths of it, where queues make a small
+error of a step's time a large one of the time to the first token. `simulate --arrivals` reads the file, and the engine
+serves the same requests at the same times, all weights in memory. The prediction uses a calibration made in turn with
+the runs, and the experts that each token chooses, which a batch job recorded before (`moesched profile-routing`); it
+sees neither the weights nor a time of the requests. Runs during which other processes took more than a tenth of a core
+are done again, up to twice as many.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from moesched.system.cache import cache_folder
 MODEL, POLICY = "mixtral-0.8b", "resident"
 REQUESTS, USERS, CONTEXT = 100, 16, 384
 PROMPTS, ANSWERS = (8, 16, 40, 64, 100, 250), (4, 16, 32, 64, 100)
-SHARES = {"half of what it carries": 0.5, "nine tenths of what it carries": 0.9}
+AT_ONCE = "all at once"
+SHARES = {AT_ONCE: None, "at half of what it carries": 0.5, "at nine tenths of what it carries": 0.9}
+"""The rate of each file's arrivals, as a share of the rate at which requests that come all at once are completed."""
 MOST_OFF = 0.15
 
 
@@ -50,7 +53,7 @@ def claims(result: Result) -> Iterator[Claim]:
     for row in result["cases"]:
         ratios = row["predicted_over_measured"]
         yield Claim(
-            f"{REQUESTS} requests to {MODEL} that arrive at {row['part']}, predicted over measured: "
+            f"{REQUESTS} requests to {MODEL} that arrive {row['part']}, predicted over measured: "
             + ", ".join(ratios),
             ", ".join(f"{ratio:.2f}x" for ratio in ratios.values()),
             f"each within {100 * MOST_OFF:g} %",
@@ -74,8 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         bench = Bench(Path(folder))
-        carried = bench.measure(bench.write("at once", None))["requests a second"]
-        files = {part: bench.write(part, SHARES[part] * carried) for part in options.only}
+        carried = bench.measure(bench.write(AT_ONCE, None))["requests a second"]
+        rates = {part: share and share * carried for part, share in SHARES.items()}
+        files = {part: bench.write(part, rates[part]) for part in options.only}
         routing = bench.routing()
         in_turn = InTurn({part: partial(bench.measure, file) for part, file in files.items()}, options.rounds)
         machine = calibrate_in_turn(in_turn, options.rounds)
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases.append(
                 {
                     "part": part,
-                    "arriving_per_second": SHARES[part] * carried,
+                    "arriving_per_second": rates[part],
                     "most_other_cores": round(max(run.others for run in runs), 2),
                     "predicted_over_measured": {name: predicted[name] / measured[name] for name in predicted},
                     "predicted": predicted,
