@@ -102,17 +102,14 @@ class StreamClock:
             host: an estimate of the same time on the host's clock, in nanoseconds.
         """
         reported = self._reported
-        place = bisect_left(reported, (device,)) if reported and device <= reported[-1][0] else len(reported)
+        place = bisect_left(reported, (device,))
+        for time, host_time in reported[max(0, place - 1) : place + 1]:
+            if abs(time - device) < ALIKE:
+                return host_time
         if place:
-            time, host_time = reported[place - 1]
-            if device - time < ALIKE:
-                return host_time
-            host = max(host, host_time)
+            host = max(host, reported[place - 1][1])
         if place < len(reported):
-            time, host_time = reported[place]
-            if time - device < ALIKE:
-                return host_time
-            host = min(host, host_time)
+            host = min(host, reported[place][1])
         reported.insert(place, (device, host))
         if len(reported) > 2 * REPORTED:
             del reported[:-REPORTED]
