@@ -299,11 +299,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return rate
 
     def joins(self, source: str, destination: str) -> bool:
-        """Test whether there is a link from one memory to another."""
+        """Test whether there is a link from the memory `source` to the memory `destination`."""
         return any((link.source, link.destination) == (source, destination) for link in self.links)
 
     def link(self, source: str, destination: str) -> Link:
-        """Return the link from one memory to another.
+        """Return the link from the memory `source` to the memory `destination`.
 
         Raises:
             BadInput: the machine has no such link.

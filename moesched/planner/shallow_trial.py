@@ -59,7 +59,7 @@ class Cut(NamedTuple):
         return self.setting.plan(self.batch, self.budgets, self.share)
 
     def on(self, setting: Setting) -> Cut:
-        """Return the cut model in another setting, such as a faster machine.
+        """Return the cut of the model for another setting, such as a faster machine.
 
         The budget of each memory changes by `part` times the difference of the memory's budgets in both settings.
         """

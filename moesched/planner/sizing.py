@@ -257,9 +257,9 @@ def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """Return sizes with all requests in micro-batches of `size` requests, one for each KV cache share that fits.
+    """Return sizes for all requests in micro-batches of `size`, prefilled in chunks of `chunk` tokens (None: whole).
 
-    The shares of the cache on the accelerator are tenths, from none to all, unless the setting has a fixed share.
+    There is one for each share of the KV cache on the accelerator that fits: tenths, or the setting's fixed share.
     """
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)

@@ -171,7 +171,7 @@ def frame(messages: Sequence[ToEngine] | Sequence[ToFront]) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they arrive, and gives the messages of the frames that are complete.
+    """Decoder that collects bytes as they arrive, and returns the messages of complete frames.
 
     Args:
         kind: the type of the messages: `ToEngine` or `ToFront`.
@@ -182,7 +182,7 @@ class Frames:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[ToEngine | ToFront]:
-        """Yield the messages that are complete with these bytes.
+        """Add the bytes `data`, and yield the messages of all frames that are now complete.
 
         Raises:
             BadServerFrame: the bytes are no frame.

@@ -47,7 +47,7 @@ class Listener(NamedTuple):
 
     Attributes:
         starting: called with each message of the engine before it is ready.
-        ready: called once with the server's address, what it serves, and what the model has.
+        ready: called once with the server's address, the engine's message that it is ready, and facts on the model.
         closing: called once no more requests are taken, with the number of answers that still run or wait.
     """
 

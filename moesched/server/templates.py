@@ -40,7 +40,7 @@ class Renders(Protocol):
 
 
 class PlainTemplate:
-    """Rendering for models without a template: the texts of the messages, one on each line."""
+    """Renders conversations for models without a template: the texts of the messages, one on each line."""
 
     bare = False
 
