@@ -171,7 +171,7 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates at which the accelerator's driver wires weights (pins them in memory); it unwires idle weights.
+    """Rates at which the accelerator's driver wires weights (pins them in memory); the driver unwires idle weights.
 
     Attributes:
         idle_seconds: idle time after which an array is unwired.

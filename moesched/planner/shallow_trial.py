@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     Attributes:
         setting: the setting of the cut model.
         budgets: bytes by memory.
-        part: number of layers that are left over the number of all layers.
+        part: the cut model's number of layers divided by the whole model's.
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
 
@@ -122,7 +122,7 @@ def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]
     Args:
         setting: the setting of the cut model.
         plan: the plan of the whole model.
-        part: number of layers that are left over the number of all layers.
+        part: the cut model's number of layers divided by the whole model's.
         fixed: bytes by memory of pools whose size does not depend on the number of layers.
     """
     deep = bytes_beside_pages(plan, plan)
