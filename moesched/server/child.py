@@ -13,7 +13,7 @@ from moesched.server.messages import BadServerFrame, Starting
 from moesched.system.children import tied_child
 
 PATIENCE_SECONDS = 5.0
-"""The time that a process has to end after its input was closed."""
+"""Seconds that a process has to end after its input was closed."""
 
 
 class Child:

@@ -16,7 +16,7 @@ from moesched.requests.logprobs import Logprob as Logprob
 
 LENGTH = struct.Struct("!I")
 MOST_FRAME_BYTES = 1 << 30
-"""Room for the longest request with the most answers, and for the log probabilities of three million prompt tokens."""
+"""Largest frame: fits the longest request with the most answers, and log probabilities of 3 million prompt tokens."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -39,7 +39,7 @@ BACKLOG = 2048
 OPEN_MAX = 10_240
 """The most open files that macOS lets a process ask for; there the limit is infinite, and may not be asked for."""
 CLOSING_SECONDS = 5
-"""The time that connections have to close after the last answer."""
+"""Seconds that connections have to close after the last answer."""
 
 
 class Listener(NamedTuple):

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 BYTES = 1 << 30
-"""The memory that this process may take."""
+"""The memory that this process may take, in bytes."""
 
 
 class GenerationTag(Extension):

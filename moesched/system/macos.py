@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 Ask = Callable[[Sequence[str]], str]
-"""Runs a program, and returns what it prints; empty where there is no such program."""
+"""Function that runs a program, and returns the text that it prints; empty where there is no such program."""
 
 MEBIBYTE = 1 << 20
 
