@@ -21,7 +21,7 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
 SHARE_DIFFERS = 0.05
-"""Most by which the share of resident weights, or of the KV cache, may differ from that of the whole model."""
+"""Most by which the share of resident weights, or of the KV cache, may differ from the whole model's share."""
 POOL_DIFFERS = 1.5
 """Most by which a pool may be larger than in proportion to the number of layers, as a factor."""
 

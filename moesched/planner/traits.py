@@ -203,7 +203,7 @@ class TraitProbe:
 
 
 _LayerWork = tuple[float, Work]
-"""A work, after the share of the layers that have it."""
+"""Pair of a share of the layers, and the work that each of these layers has."""
 
 
 class _Needs:
