@@ -24,7 +24,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_AT_ONCE = 8
 """All requests are tried as one batch if they fill at most this number of the planner's batches."""
 FASTER = 1.05
-"""Other batches replace those with the highest throughput if all requests take less time by at least this factor."""
+"""Other batches replace those with the highest throughput if they make all requests more than this factor faster."""
 AS_FAST = 1.02
 """Several batches must be faster than a single one by more than this factor."""
 BETTER = 1.001
