@@ -66,7 +66,7 @@ _COMPILED_VERSION = 1
 
 
 class PlainEngine:
-    """Keeps one rank's graph of tasks, and starts the tasks on its lanes; all of it in Python.
+    """Keeps one rank's graph of tasks, and starts the tasks on the rank's lanes; written in Python alone.
 
     Args:
         lanes: the serial resources that tasks run on.
@@ -275,7 +275,7 @@ class PlainEngine:
     def issued(self, task: Task) -> None:
         """Note that a running task was enqueued on its stream, so that its followers on that device can be enqueued.
 
-        The device itself has them wait for the task (`before_on_device`). The lane starts its next task if its `depth`
+        The device itself makes the followers wait (`before_on_device`). The lane starts its next task if its `depth`
         allows.
         """
         lane = task.lane

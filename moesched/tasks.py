@@ -194,12 +194,12 @@ class Work(msgspec.Struct, eq=False):
         flops: floating-point operations on that processor.
         nbytes: bytes read from and written to the processor's memory, or carried over a link.
         tokens: rows of the operation, for cost tables.
-        parts: the operations that it consists of, for cost tables.
+        parts: the operations that the work consists of, for cost tables.
         kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format, from 0 to 1.
-        joins: whether it is part of a call that an earlier task began, so that it starts no kernels of its own.
-        nanoseconds: its time alone on the machine; -1 until the virtual driver computes it.
+        joins: whether the work is part of a call that an earlier task began, so that it starts no kernels.
+        nanoseconds: the task's time alone on the machine; -1 until the virtual driver computes it.
         lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.
-        demand: its shares of resources; None until the virtual driver computes it.
+        demand: the shares of resources that the task uses (a `Demand`); None until the virtual driver computes it.
     """
 
     kind: str
@@ -216,11 +216,11 @@ class Work(msgspec.Struct, eq=False):
 
 
 class DeviceEdges:
-    """Edges of a task on a stream that its device enforces, not the engine.
+    """Dependencies of a task on a stream that the device enforces, not the engine.
 
     Attributes:
-        before: the tasks on other streams of the device that the device runs first.
-        behind: the tasks that no longer wait on the host for the end of this one.
+        before: tasks on other streams of the device that the device runs before this task.
+        behind: followers of this task that the engine may start before its end, since the device makes them wait.
     """
 
     __slots__ = ("before", "behind")
@@ -246,32 +246,29 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     Attributes:
         lane: the lane that runs it.
-        work: its demands on the machine.
-        verb: the verb that it carries out, or a part of one.
-        layer, micro_batch, expert: the numbers that it belongs to; -1 for none.
+        work: the task's demands on the machine.
+        verb: the verb that the task carries out, whole or in part.
+        layer, micro_batch, expert: numbers of the layer, micro-batch and expert of the task; -1 for none.
         operands: the operation's arguments, for the device.
-        step: number of its step; -1 for a task of no step.
-        generated: number of tokens that each sequence of its micro-batch has generated before: 0 for prompts. Where
-            sequences or micro-batches differ, it is the least of their counts; a fetch has the least of its step, and a
-            task of no step has -1.
-        id: its number in program order.
-        key: its place among ready tasks: the lane takes the smallest first.
+        step: number of the task's step; -1 for a task of no step.
+        generated: number of tokens that each sequence of the task's micro-batch generated before: 0 for prompts, -1 for
+            a task of no step. The least number counts where sequences differ; for a fetch, the least of its step.
+        id: the task's number in program order.
+        key: sort key among ready tasks: the lane takes the smallest first.
         state: one of `WAITING`, `READY`, `RUNNING`, `ISSUED`, `DONE`, `FAILED`, `CANCELLED`.
-        waits: number of its edges that are not met yet.
-        start, end: nanoseconds at which it started and ended; -1 before that.
-        deps: ids of the tasks that it waits for.
-        inputs: number of tasks whose results it needs; these come first in `deps`.
-        followers: the tasks that wait for it; None once it has settled.
-        device_edges: the edges that its device enforces; None for none.
-        waiter: the policy's coroutine that awaits it; None for none.
-        cause: the error by which it failed or was cancelled; None for none.
-        code, instruction: the code object and byte offset of the policy's line that submitted it; None where no verb
-            did.
-        taken: nanoseconds at which its lane took it, on real hardware: the time until `start` goes into waking a
-            thread.
-        launched: nanoseconds at which the last of its kernels was launched, on a stream; the host launched until then.
-        ranges: the rows of an expert's task that has a part of a micro-batch's rows, or the rows of several
-            micro-batches; the latter task has no `micro_batch` of its own. Empty for all rows.
+        waits: number of the task's dependencies that are not met yet.
+        start, end: the driver's clock, in nanoseconds, when the task started and ended; -1 before that.
+        deps: ids of the tasks that this task waits for.
+        inputs: number of tasks whose results the task needs; their ids come first in `deps`.
+        followers: the tasks that wait for this task; None once it has settled.
+        device_edges: dependencies that the device enforces; None for none.
+        waiter: the policy's coroutine that awaits the task; None for none.
+        cause: the error by which the task failed or was cancelled; None for none.
+        code, instruction: code object and byte offset of the policy's line that submitted the task; None without one.
+        taken: nanoseconds at which the lane took the task; on real hardware its thread wakes from then to `start`.
+        launched: on a stream, nanoseconds at which the host had launched the last of the task's kernels.
+        ranges: the rows that an expert's task computes: a part of a micro-batch's rows, or rows of several
+            micro-batches, for which `micro_batch` is -1. Empty for all rows of the micro-batch.
     """
 
     lane: Lane
@@ -451,7 +448,7 @@ def class_of(task: Task) -> int:
 def read_only(value: object) -> object:
     """Return a read-only view or copy of a dict or list, and any other value as it is.
 
-    Verbs rely on the values of tasks after policies have seen them.
+    Policies then cannot change a task's value, on which later verbs rely.
     """
     if isinstance(value, dict):
         return MappingProxyType(value)
@@ -459,7 +456,7 @@ def read_only(value: object) -> object:
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
-    """Return the source line of a byte offset in a code object; takes a microsecond, so call this for display only."""
+    """Return the source line of byte offset `instruction` in a code object; takes 1 µs, so use it for display only."""
     line = code.co_firstlineno
     for start, _, number in code.co_lines():
         if start > instruction:

@@ -209,7 +209,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def letters_of(number: int) -> str:
-    """Return the letters of the run at an index, as spreadsheets name columns: A to Z, then AA, AB, ..."""
+    """Return the letters for the run at index `number`, as spreadsheets name columns: A to Z, then AA, AB, ..."""
     before, last = divmod(number, len(ascii_uppercase))
     return (letters_of(before - 1) if before else "") + ascii_uppercase[last]
 

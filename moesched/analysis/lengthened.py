@@ -1,4 +1,4 @@
-"""Lengthens the decode steps that were recorded of a run, so that they stand for all decode steps of the run."""
+"""Stretches the recorded decode steps of a run to the time of all its decode steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from moesched.trace.recording import Recording, Slice
 
 
 def lengthened(run: Recording, decode_steps: int) -> Recording:
-    """Return a run's first steps with the time after the prefill stretched, so that it is that of all decode steps.
+    """Return a run's first steps with decode stretched to the time that all decode steps of the run would take.
 
-    The tasks are the same, and each then has its share of the whole run's time. Unstretched, a prefill and a few decode
-    steps would tell of the prefill alone.
+    No task is added. In the result the prefill has its true share of the run's time.
 
     Args:
         run: the first steps of a run, without the loading of weights.

@@ -51,7 +51,7 @@ def _without_indices(page_names: str) -> str:
 
 
 def label_inches(text: str) -> float:
-    """Return the width of a label in a picture of a timeline, in inches."""
+    """Return the width of the label `text` in a picture of a timeline, in inches."""
     return inches(text, LABEL_POINTS)
 
 

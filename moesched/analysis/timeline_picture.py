@@ -48,7 +48,7 @@ MARGIN_INCHES = 0.12  # beside the names of lanes
 
 TEXT_POINTS = 7.0
 BOLD = 1.15
-"""Approximate width of bold text over that of plain text."""
+"""Approximate ratio of the width of bold text to the width of plain text."""
 
 BLOCKS_PER_INCH = 200.0
 """Blocks narrower than 1 / BLOCKS_PER_INCH inch are merged."""

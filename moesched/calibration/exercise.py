@@ -1,4 +1,4 @@
-"""The policy under which small models run while their tasks are timed.
+"""Holds the policy under which small models run while a calibration times their tasks.
 
 In RESIDENT mode all weights stay in memory. In STREAMING mode the weights of both layers are fetched in each step; in
 all other modes only the weights of the second layer are fetched.

@@ -1,4 +1,4 @@
-"""The policy under which a small model runs on a machine with a GPU, so that every kind of task is timed.
+"""Holds the policy under which a calibration runs a small model on a GPU, so that every kind of task is timed.
 
 The first layer's weights stay on the GPU; the second layer's weights are fetched in each step. For micro-batches whose
 KV cache is on the host, attention runs on the host in even steps. In odd steps, attention of these micro-batches runs

@@ -53,7 +53,7 @@ def products(times: Times, processor: str, dtype: str) -> MeasuredRate:
 
 
 def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
-    """Return the share of a memory's bandwidth that products of one row reach, which are bound by reading weights.
+    """Return the share of memory bandwidth that a processor's products of one row, bound by reading weights, reach.
 
     Args:
         launch: seconds of a kernel's launch; kernels that are hardly longer do not count.
@@ -106,7 +106,7 @@ def host_seconds(times: Times, launch: float) -> Estimate:
 
 
 def link(times: Times, source: str, destination: str) -> LinkRate:
-    """Return bandwidth and latency of the link between two memories, by `times` of its smallest and largest copies."""
+    """Return bandwidth and latency of the link from `source` to `destination`, by its smallest and largest copies."""
     of_link = sorted(
         (each.nbytes, rounds)
         for each, rounds in times.items()
@@ -159,7 +159,7 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
 
 
 def product_speeds(times: Times, dtype: str) -> list[float]:
-    """Return each round's median speed of products, where 1 is a product's median speed over all rounds."""
+    """Return each round's median speed of products in a dtype, where 1 is a product's median speed over all rounds."""
     products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
     return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 
@@ -199,7 +199,7 @@ def estimate(figures: Sequence[float]) -> Estimate:
 
 
 def _products(times: Times, processor: str, dtype: str) -> Iterator[tuple[Product, float]]:
-    """Yield pairs of a product with a plain matrix and the product's seconds, one pair for each timed round."""
+    """Yield a processor's products with plain matrices in a dtype, each with its seconds in one timed round."""
     for each, rounds in times.items():
         if isinstance(each, Product) and (each.processor, each.dtype, each.format) == (processor, dtype, ""):
             for seconds in rounds:

@@ -179,7 +179,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(sort: str) -> str:
-    """Return a sort of work, in which copies from page-locked memory to the GPU are named as copies from the host."""
+    """Return a sort's name; copies from page-locked memory to the GPU get the name of copies from the host."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 

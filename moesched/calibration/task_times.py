@@ -79,7 +79,7 @@ class TaskTimes:
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of `source` whose tasks ran one by one: the baseline of `rates` and origin of transfer times."""
+        """Add a run of `source` whose tasks ran one by one: their times are those of tasks alone, and of transfers."""
         for task in tasks:
             self._alone.setdefault(_key(source, task), []).append(_seconds(task))
             if task.verb == "fetch" and source.dtype == source.model.dtype:  # otherwise a fetch converts, too

@@ -110,7 +110,7 @@ def _asks_for_several_servers(error: UnknownOptionError) -> bool:
 
 
 def _same_option(error: UnknownOptionError) -> str | None:
-    """Return a hint if the unknown option is another command's name for one of this command's options; else None."""
+    """Return a hint if the user gave an option by the name that another command has for it; None otherwise."""
     given, _, _ = (error.token.keyword or error.token.value).partition("=")
     own = {name for argument in error.argument_collection for name in argument.names}
     for names in SAME_OPTIONS:
@@ -120,7 +120,7 @@ def _same_option(error: UnknownOptionError) -> str | None:
 
 
 def _needed(error: MissingArgumentError) -> str:
-    """Return what a command needs and was not given, with its meaning; a value without its option may be meant."""
+    """Return the message for a missing argument: its name, its meaning, and a guess if a value had no option."""
     command, argument = " ".join(error.command_chain or ()), error.argument
     assert argument is not None
     choices = ", ".join(argument.get_choices() or ())

@@ -63,7 +63,7 @@ GpuExperts = Annotated[
 
 
 class ProfileArguments(RoutingOptions):
-    """Options of `moesched profile-routing`, without those of the run."""
+    """Options of `moesched profile-routing`, without the options of the run."""
 
     prompts: PromptFile = None
     routing: Annotated[

@@ -170,7 +170,7 @@ def _kernels(kernels: Mapping[str, Sequence[str]]) -> str:
 
 
 def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] | None) -> None:
-    """Print the use of each lane, beside the predicted use if there is one."""
+    """Print the use of each lane, beside the predicted use (`expected`) if there is one."""
     columns = ["lane", "busy", "in use"]
     rows = [
         [name, format_seconds(lane.busy_seconds), f"{100 * lane.utilization:.1f} %"]

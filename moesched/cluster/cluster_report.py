@@ -33,7 +33,7 @@ def cluster_report(
     """Merge the nodes' reports into one; None if no node sent a report.
 
     Args:
-        launch, roster: the run, which has the nodes' reports and the tokens, and the run's nodes.
+        launch: the run, with its tokens and the nodes' reports; `roster` holds the run's nodes.
         text: the generated text of each prompt; None without a tokenizer.
         ending: the error or signal that ended the run, if any.
     """
@@ -111,7 +111,7 @@ def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeRep
 
 
 def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
-    """Group the nodes' reports or recordings by the number of the order that they belong to.
+    """Group the nodes' reports or recordings by the number of their order (a request to generate tokens).
 
     Args:
         what: "report" or "recording".

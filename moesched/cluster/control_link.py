@@ -51,8 +51,8 @@ class ControlLink:
     """A node's connection to the launcher: call `join` first, then `next` to receive and `say` to send.
 
     Args:
-        on_epoch: called, on the link's thread, with `AllLoaded` when all members of an epoch have loaded their weights,
-            and with `Stop` when the launcher ends the epoch.
+        on_epoch: called on the link's thread with `AllLoaded` when all nodes that run an order have loaded their
+            weights, and with `Stop` when the launcher tells them to stop.
         on_gone: called on the link's thread when the launcher is silent, ends the run, or goes on without this node.
     """
 

@@ -30,7 +30,7 @@ def place(address: str, port: int) -> str:
 
 
 def endpoint(address: str, port: int) -> str:
-    """Return ZeroMQ's name for a TCP socket, such as tcp://[::1]:7000."""
+    """Return ZeroMQ's name for the TCP socket of an address and port, such as tcp://[::1]:7000."""
     return f"tcp://{place(address, port)}"
 
 

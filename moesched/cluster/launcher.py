@@ -207,7 +207,7 @@ class Launch:
         _log.warning("going on", nodes=[node.host.rank for node in members], epoch=self.epoch)
 
     def _stop(self, reason: str) -> None:
-        """Tell the members that the epoch ends, and why; wait up to `PARTING_SECONDS` for their results."""
+        """Tell the members that the epoch ends for this reason; wait up to `PARTING_SECONDS` for their results."""
         asked = [node for node in self._roster.members if node.peer is not None and node.done is None]
         begun, self._begun = self._begun, False
         for node in asked:
@@ -335,7 +335,7 @@ class Launch:
 
 
 def smallest(sizes: Sequence[SizeOptions]) -> SizeOptions:
-    """Return batch sizes that fit every node: of each option, the smallest number that a node gives."""
+    """Return batch sizes that fit every node: for each kind of size, the smallest number that a node sent."""
 
     def least(values: Sequence[int | None]) -> int | None:
         return min((each for each in values if each is not None), default=None)

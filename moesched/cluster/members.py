@@ -40,7 +40,7 @@ class Process(Protocol):
         """Kill the process."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process to end and return its exit code; raise subprocess.TimeoutExpired after the time-out."""
+        """Wait until the process ends; return its exit code, or raise subprocess.TimeoutExpired after `timeout` s."""
 
     def last_words(self) -> str:
         """Return the process's standard error, stripped; empty if it was not kept."""
@@ -74,7 +74,7 @@ class LocalProcess:
         self.wait()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended, and return its exit code."""
+        """Wait up to `timeout` seconds, None for any time, until the process has ended, and return its exit code."""
         code = self._child.wait(timeout)
         if self._child.stdin is not None:
             self._child.stdin.close()

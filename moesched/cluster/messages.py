@@ -47,7 +47,7 @@ class Numbered(Message, frozen=True, kw_only=True):
 
 
 class AboutOrder(Numbered, frozen=True, kw_only=True):
-    """A message about an order of an epoch: `order` and `epoch` are their numbers."""
+    """Base of messages about an order (a request to generate tokens): numbers of the order and of its epoch."""
 
     epoch: int
     order: int
@@ -125,7 +125,7 @@ class Prepared(AboutOrder, frozen=True, kw_only=True):
 
 
 class Loading(Numbered, frozen=True, kw_only=True):
-    """Progress of loading: the number of resident pages loaded, and of all resident pages."""
+    """Progress of a node's loading: the numbers of resident pages that are loaded, and of all resident pages."""
 
     epoch: int
     done: int
@@ -268,7 +268,7 @@ class Stop(Numbered, frozen=True, kw_only=True):
 
 
 class Quit(Numbered, frozen=True, kw_only=True):
-    """The run is over."""
+    """The run is over: the node ends."""
 
 
 NodeSays = JoinRequest | Pong | Prepared | Loading | Loaded | Tokens | Piece | Done | Failed

@@ -27,7 +27,7 @@ class Metered:
 
     Attributes:
         waited: seconds spent in exchanges so far.
-        error: the first error of an exchange.
+        error: the first error of an exchange; None if there was none.
     """
 
     def __init__(self, transport: Transport, on_loaded: Callable[[], object]) -> None:

@@ -202,7 +202,7 @@ class _Node:
         )
 
     def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Report new tokens by request, and requests `ended` by these; raise TransportError if the epoch is over."""
+        """Report new tokens by request (`fresh`), and requests that they end; raise TransportError after the epoch."""
         if self._transport is None or self._is_stopped:
             raise TransportError(LET_GO)
         self._reports.tokens(fresh, ended, self._transport.waited)

@@ -175,7 +175,7 @@ class NodeJob:
             yield self._run_batch(node_order, batch, policies.next_of(node_order.node))
 
     def stand_by(self) -> None:
-        """Let the device keep its weights in memory; must be called several times a second while the node is idle."""
+        """Keep the device's weights in memory; call this several times a second while the node is idle."""
         if isinstance(self._device, StandsBy):
             self._device.stand_by()
 
@@ -295,7 +295,7 @@ class _Loading:
 
 
 def _halves(count: int) -> Sequence[int]:
-    """Return a number, its half (rounded up), the half of that, and so on down to 1."""
+    """Return `count`, its half (rounded up), its quarter, and so on down to 1."""
     found = [count]
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))

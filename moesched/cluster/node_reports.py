@@ -47,7 +47,7 @@ class NodeReports:
         self._waited = 0.0
 
     def prepared(self, port: int, sizes: SizeOptions, placement: list[list[int]]) -> None:
-        """Report that the order is planned: the transport's port, batch sizes that fit, and experts of each node."""
+        """Report that the order is planned: the transport's port, batch sizes that fit, the experts of each node."""
         order = self._current
         self._say(Prepared(epoch=order.epoch, order=order.order, port=port, sizes=sizes, placement=placement))
 

@@ -10,7 +10,7 @@ class Remainder(NamedTuple):
     """Consecutive requests that are run together.
 
     Attributes:
-        first_request: index of the first of them in the run's prompts.
+        first_request: index of the first request in the run's prompts.
         prompts: token ids of each request: its prompt and its tokens so far.
         new_tokens: the most new tokens for each request.
     """

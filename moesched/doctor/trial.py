@@ -73,7 +73,7 @@ def _expected(model: Path, found: PolicyRuns) -> list[list[int]]:
 
 
 def _peaks(device: str, found: PolicyRuns, libraries: int) -> list[Finding]:
-    """Return the finding that compares the GPU's measured peak memory with the predicted one; none on the CPU.
+    """Return the finding that compares the measured peak of the device's memory with the predicted; none on the CPU.
 
     The prediction is the largest peak that a run's plan predicts, plus the bytes that CUDA's libraries take.
 

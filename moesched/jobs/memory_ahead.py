@@ -37,7 +37,7 @@ BESIDE = 1 << 30
 def pieces_to_take(
     given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
 ) -> list[int]:
-    """Return the sizes in bytes of pages and tensors that stay in this process, by a rough plan of the first batch.
+    """Return the bytes of each page and tensor that will stay in this process, by a rough plan of the first batch.
 
     The list is empty if the device keeps weights elsewhere or in another form, if the process's memory is limited, or
     if the plan does not fit, which the run itself will report.
@@ -55,7 +55,7 @@ def pieces_to_take(
 
 
 def computes_on_cpu(given: DeviceOptions) -> bool:
-    """Test whether the options' device is the processor, by their words: the device's libraries are not imported."""
+    """Test whether the options name the CPU as the device, without importing the device's libraries."""
     settings = given.device_settings or {}
     return name_of("devices", given.device) == DEVICE and settings.get("accelerator", "cpu") == "cpu"
 

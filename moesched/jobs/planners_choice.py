@@ -44,7 +44,7 @@ def with_choice(
     """Return a copy of a job with the planner's choice of a policy, for requests that run in one or several batches.
 
     `lengths` are prompt tokens. `slot_bytes` returns the bytes of memory that a page takes, and `process` the process
-    that will run the plan. `listener` is told of the search. Errors are those of `choose_policy_of`.
+    that will run the plan. `listener` is told of the search. Raises the errors of `choose_policy_of`.
     """
 
     def planned(its_job: Job) -> Job:

@@ -366,7 +366,7 @@ def _token_counts(report: JobReport) -> list[int]:
 
 
 def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
-    """Merge batches' emulations: counts and seconds are summed; of dilations, loads and shares, take the largest."""
+    """Merge batches' emulations: counts and seconds are summed; of dilations, loads and shares, the largest counts."""
     if not parts:
         return None
     lanes = {

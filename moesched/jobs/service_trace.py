@@ -17,7 +17,7 @@ from moesched.trace import About, LastSteps, Recorder, write_trace
 from moesched.trace.recording import RequestSpan
 
 MOST_TASKS = 200_000
-"""Tasks that a server keeps for its trace, about: some 100 MB."""
+"""Approximate number of tasks that a server keeps for its trace: some 100 MB."""
 MOST_REQUESTS = 10_000
 """Requests that have ended and that a server keeps for its trace."""
 

@@ -86,10 +86,9 @@ def serving_job(
 
 
 def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> None:
-    """Refuse what can be refused before the libraries of the device are imported, which takes seconds.
+    """Refuse unusable options early, before the device's libraries are imported, which takes seconds.
 
-    That is an unknown policy. Where the device is the processor, it is also an unknown machine or memory, and options
-    with which no plan fits. The check takes one plan where the first policy that it tries fits.
+    An unknown policy is refused; for the CPU as device also an unknown machine or memory, and sizes that do not fit.
 
     Args:
         context: the largest number of tokens of a request.
@@ -112,7 +111,7 @@ def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> Non
 
 
 def _may_fit(job: Job, context: int) -> bool:
-    """Test whether the smallest plan fits: a micro-batch for each request, and prompts in the smallest chunks."""
+    """Test whether the smallest plan for requests of `context` tokens fits: micro-batches of one, smallest chunks."""
     setting = job.setting(*_requests(job, context), room_for)
     smallest = with_chunk(setting, setting.prefill_chunk or SMALLEST_CHUNK)
     return smallest.fits(smallest.batch(len(setting.lengths), 1))

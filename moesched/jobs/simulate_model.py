@@ -229,7 +229,7 @@ def _simulate(
 
 
 def require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:
-    """Raise BadInput if the longest prompt and the new tokens exceed the model's context."""
+    """Raise BadInput if the longest of the prompt `lengths` and the new tokens exceed the model's context."""
     longest = max(lengths)
     if longest + new_tokens > config.max_positions:
         raise BadInput(

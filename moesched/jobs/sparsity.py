@@ -93,7 +93,7 @@ def sparsity_of(given: SparsityOptions) -> SparsityReport:
 
 
 def random_prompts(config: ModelConfig, seed: int) -> list[list[int]]:
-    """Return prompts of random token ids, no longer than the model's context."""
+    """Return prompts of token ids drawn at random by `seed`, no longer than the model's context."""
     length = min(RANDOM_TOKENS, config.max_positions - 1)
     if length < 1:
         raise BadInput(f"model {config.name} has a context of {config.max_positions} tokens: no prompt fits")

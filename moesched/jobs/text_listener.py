@@ -9,7 +9,7 @@ from moesched.runs.listeners import Listener
 
 
 class TextListener:
-    """Decodes a batch's tokens to text and passes both to a listener, with each request's index in the run."""
+    """Decodes a batch's tokens to text; passes tokens and text to a listener, with each request's index in the run."""
 
     def __init__(
         self,

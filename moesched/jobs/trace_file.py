@@ -69,7 +69,7 @@ def _recorder_of(plan: Plan) -> Recorder | LastSteps:
 
 
 def tasks_of_a_step(plan: Plan) -> int:
-    """Return an upper estimate of the number of tasks of a step."""
+    """Return an upper estimate of the number of tasks in a step of a plan."""
     return 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
 
 

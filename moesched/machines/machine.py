@@ -171,7 +171,7 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates at which the accelerator's driver wires weights (pins them in memory); it unwires idle weights.
+    """Rates at which the accelerator's driver wires weights (pins them in memory); the driver unwires idle weights.
 
     Attributes:
         idle_seconds: idle time after which an array is unwired.
@@ -299,11 +299,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return rate
 
     def joins(self, source: str, destination: str) -> bool:
-        """Test whether there is a link from one memory to another."""
+        """Test whether there is a link from the memory `source` to the memory `destination`."""
         return any((link.source, link.destination) == (source, destination) for link in self.links)
 
     def link(self, source: str, destination: str) -> Link:
-        """Return the link from one memory to another.
+        """Return the link from the memory `source` to the memory `destination`.
 
         Raises:
             BadInput: the machine has no such link.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _UNKNOWN = re.compile("Object contains unknown field `(.*)`")
 
 MOST_BYTES = 1_000_000
-"""Largest number of bytes of a profile; that of a calibrated machine has about 100 kB."""
+"""Largest number of bytes of a profile; a calibrated machine's has about 100 kB."""
 
 # Limits that no real figure reaches, so that times and sizes made from them are finite.
 MOST_RATE = 1e30

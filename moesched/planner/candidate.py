@@ -29,7 +29,7 @@ MOST_SHARES = 8
 SIMILAR = 1.05
 """Factor between bounds that do not tell which schedule is better."""
 PROMISING = 1.2
-"""The search also climbs from a start whose rate is lower than that of the best one by at most this factor."""
+"""The search also climbs from a start whose rate is lower than the best start's rate by at most this factor."""
 MOST_CLIMBS = 2
 FINALISTS = 3
 """Largest number of schedules of which all layers are simulated in the end."""

@@ -25,8 +25,8 @@ def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
 def smaller_chunks(setting: Setting, size: int) -> list[int]:
     """Return the sizes of chunks to try where none of `chunks_to_try` fits, in tokens, the largest first.
 
-    They are `CHUNK` halved once or several times, where that is below the tokens of `size` requests. There are none if
-    the setting has a chunk size.
+    The sizes are halves, quarters and so on of `CHUNK` that are below the tokens of `size` requests. The list is empty
+    if the setting has a chunk size.
     """
     if setting.prefill_chunk is not None:
         return []
@@ -35,10 +35,10 @@ def smaller_chunks(setting: Setting, size: int) -> list[int]:
 
 
 def with_room(setting: Setting) -> Setting:
-    """Return the setting, with the largest of the smaller chunks with which one request fits, where no larger one does.
+    """Return the setting; if one request fits only with one of `smaller_chunks`, with the largest that fits.
 
     Raises:
-        BadInput: one request fits with no chunks; the message names the memory and the bytes that a whole prompt lacks.
+        BadInput: one request fits with no size of chunks; the message names the memory and the missing bytes.
     """
 
     def fits(chunk: int | None) -> bool:

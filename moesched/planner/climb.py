@@ -17,9 +17,9 @@ MOST_PREVIEWS = 8
 NEAR = 1.1
 """Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
 ALIKE = 1.02
-"""Factor by which another point's bound may be lower than that of the present one if it is still to be simulated.
+"""A point is simulated even if its bound is lower than the present point's bound, by at most this factor.
 
-It applies to points with the same share of the KV cache on the accelerator, whose schedules miss their bounds by about
+This holds for points with the same share of the KV cache on the accelerator, whose schedules miss their bounds by about
 as much as the present one does.
 """
 

@@ -51,7 +51,7 @@ class TokenBound(msgspec.Struct, frozen=True, kw_only=True):
 def token_bound(
     operations: Operations, machine: Machine, network: Network | None, share: NodeShare
 ) -> TokenBound:
-    """Evaluate Eq. 1: the least time of one token, as the sum of the busiest node's work and the exchanges.
+    """Return the parts of Eq. 1: the least time of one token, from the busiest node's work and the exchanges.
 
     Raises:
         BadInput: nodes exchange data without a network, or the machine has no rate for the dtype.

@@ -17,7 +17,7 @@ from moesched.planner.search_policies import plannable
 from moesched.planner.setting import Setting, splits_kv
 
 MUCH = 1.25
-"""Least factor between the rates of two policies of which one is much faster."""
+"""A policy is much faster than another one if its rate is higher by more than this factor."""
 MOST_TRIALS = 3
 """Number of policies whose schedules are simulated: those with the highest bounds."""
 SIZES = (64, 256)

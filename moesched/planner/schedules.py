@@ -22,9 +22,9 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
 NEAR_SHARE = 0.09
-"""Largest difference of a plan's share of the KV cache on the accelerator from the given one.
+"""Largest difference between a plan's share of the KV cache on the accelerator and the given share.
 
-They differ since each micro-batch has its cache in one place.
+The shares differ since each micro-batch has its whole cache in one memory.
 """
 
 

@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 DIGITS = 6
 """Decimal places of a share in the programme, as the solver refuses numbers next to 0."""
 HALF = 0.5
-"""Largest difference of a number of micro-batches from a given share of all, which it is rounded from."""
+"""Largest difference between a number of micro-batches and the share of all that the number was rounded from."""
 MB = 1e6
 LEAST_SECONDS = 1e-9
 """Fewer seconds count as none in the programme: the solver refuses numbers next to 0."""

@@ -35,7 +35,7 @@ FIRST = "resident"
 TIE = 1.05
 """A policy beats `FIRST` at first sight only if it is faster by more than this factor, since estimates are rough."""
 PROMISING = 0.75
-"""Least share of the best rate so far that a policy reaches if its sizes are searched for."""
+"""A policy's sizes are searched for if its rate is at least this share of the best rate so far."""
 MOST_TASKS = 60_000
 """After this number of simulated tasks, no further policy's sizes are searched for."""
 MOST_DEEP_TASKS = 200_000

@@ -134,7 +134,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 @lru_cache(maxsize=64)
 def _batch(lengths: tuple[int, ...], new_tokens: int, sizes: BatchSizes) -> Batch:
-    """Return a batch with prompts of these lengths; cached, since all policies are tried with equal batches."""
+    """Return a batch with prompts of these lengths; cached, since all policies are tried with equal arguments."""
     return batch_of(lengths, new_tokens, sizes)
 
 

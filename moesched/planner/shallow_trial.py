@@ -21,7 +21,7 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
 SHARE_DIFFERS = 0.05
-"""Most by which the share of resident weights, or of the KV cache, may differ from that of the whole model."""
+"""Most by which the share of resident weights, or of the KV cache, may differ from the whole model's share."""
 POOL_DIFFERS = 1.5
 """Most by which a pool may be larger than in proportion to the number of layers, as a factor."""
 
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     Attributes:
         setting: the setting of the cut model.
         budgets: bytes by memory.
-        part: number of layers that are left over the number of all layers.
+        part: the cut model's number of layers divided by the whole model's.
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
 
@@ -59,7 +59,7 @@ class Cut(NamedTuple):
         return self.setting.plan(self.batch, self.budgets, self.share)
 
     def on(self, setting: Setting) -> Cut:
-        """Return the cut model in another setting, such as a faster machine.
+        """Return the cut of the model for another setting, such as a faster machine.
 
         The budget of each memory changes by `part` times the difference of the memory's budgets in both settings.
         """
@@ -122,7 +122,7 @@ def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]
     Args:
         setting: the setting of the cut model.
         plan: the plan of the whole model.
-        part: number of layers that are left over the number of all layers.
+        part: the cut model's number of layers divided by the whole model's.
         fixed: bytes by memory of pools whose size does not depend on the number of layers.
     """
     deep = bytes_beside_pages(plan, plan)

@@ -24,7 +24,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_AT_ONCE = 8
 """All requests are tried as one batch if they fill at most this number of the planner's batches."""
 FASTER = 1.05
-"""Least factor of time for all requests that other batches must save to replace those with the highest throughput."""
+"""Other batches replace those with the highest throughput if they make all requests more than this factor faster."""
 AS_FAST = 1.02
 """Several batches must be faster than a single one by more than this factor."""
 BETTER = 1.001
@@ -257,9 +257,9 @@ def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """Return sizes with all requests in micro-batches of `size` requests, one for each KV cache share that fits.
+    """Return sizes for all requests in micro-batches of `size`, prefilled in chunks of `chunk` tokens (None: whole).
 
-    The shares of the cache on the accelerator are tenths, from none to all, unless the setting has a fixed share.
+    There is one for each share of the KV cache on the accelerator that fits: tenths, or the setting's fixed share.
     """
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)

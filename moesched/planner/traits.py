@@ -28,7 +28,7 @@ from moesched.steps.run_state import RunState
 from moesched.tasks import Work
 
 MANY = 5
-"""From this number of micro-batches on, each further one costs the same bytes, as those of a layer share buffers."""
+"""From this number of micro-batches on, each further one costs equal bytes: they share the buffers of a layer."""
 
 LESSONS = 3
 """Most plans, each with less memory than the one before, from which the least size of a policy's buffer is learned."""
@@ -203,7 +203,7 @@ class TraitProbe:
 
 
 _LayerWork = tuple[float, Work]
-"""A work, after the share of the layers that have it."""
+"""Pair of a share of the layers, and the work that each of these layers has."""
 
 
 class _Needs:

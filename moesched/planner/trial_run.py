@@ -136,7 +136,7 @@ def trial_run(
 
 
 def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
-    """Return the number of steps of a trial run, and the number of tokens that count as generated before them.
+    """Return the number of steps of a trial run, at most `most`, and the tokens that count as generated before them.
 
     These tokens put the decode steps in the middle of the generation, where KV caches have their mean length.
     """

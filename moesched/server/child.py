@@ -13,14 +13,14 @@ from moesched.server.messages import BadServerFrame, Starting
 from moesched.system.children import tied_child
 
 PATIENCE_SECONDS = 5.0
-"""The time that a process has to end after its input was closed."""
+"""Seconds that a process has to end after its input was closed."""
 
 
 class Child:
     """A running process of the engine.
 
     Attributes:
-        link: the link that sends it requests.
+        link: the link that sends requests to the process.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], link: EngineLink) -> None:
@@ -40,7 +40,7 @@ async def engine_child(
 
     Args:
         command: the program and its arguments.
-        on_starting: called with what the engine says before it is ready.
+        on_starting: called with each message about the engine's start, such as the pages loaded so far.
 
     Raises:
         OSError: the program cannot be started.

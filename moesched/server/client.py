@@ -14,7 +14,7 @@ from moesched.errors import BadInput, MoeschedError
 from moesched.system.plain_text import shown
 
 SECONDS = 600.0
-"""The longest wait for a piece of an answer."""
+"""The longest wait for a piece of an answer, in seconds."""
 DATA = b"data: "
 OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError)
 """Errors of reading an answer that is no JSON, or has other fields."""

@@ -58,7 +58,7 @@ class Numbers:
 
 
 async def encode(codec: Codec, text: str, most: int, *, bare: bool = False) -> list[int]:
-    """Encode a text by `codec.encode`; a long text on another thread, so that the event loop goes on.
+    """Encode a text by `codec.encode` with these arguments; a long one on another thread, so that the loop goes on.
 
     Raises:
         BadInput: the text cannot be encoded, or is too long.

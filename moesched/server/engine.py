@@ -1,7 +1,7 @@
 """The engine's process: takes requests from its standard input, and writes their tokens to its standard output.
 
-`python -m moesched.server.engine OPTIONS`, with the fields of `ServedOptions` as JSON, is started by the front. It ends
-when its standard input is closed: at once, or after a `Close` once all requests are done.
+The HTTP process (the front) starts `python -m moesched.server.engine OPTIONS`, with the fields of `ServedOptions` as
+JSON. The engine ends when its standard input is closed: at once, or after a `Close` once all requests are done.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def busy_seconds(serving: Serving) -> dict[str, float]:
 
 
 class LoadMeter:
-    """Tells the front how many pages of weights were loaded, a few times a second."""
+    """Observer that tells the front the number of loaded pages of weights, a few times a second."""
 
     def __init__(self, send: Send, pages: int) -> None:
         self._send = send

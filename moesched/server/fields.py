@@ -61,7 +61,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both endpoints have; None is the same as an absent field."""
+    """The fields that completions and chats share; None is the same as an absent field."""
 
     model: str
     stream: bool | None = None

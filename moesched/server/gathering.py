@@ -1,4 +1,4 @@
-"""Writing of what several connections send in one turn of the event loop."""
+"""Gathers the bytes that a connection writes, and sends them by one call in the event loop's next turn."""
 
 from __future__ import annotations
 

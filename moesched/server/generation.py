@@ -71,7 +71,7 @@ class AnswerPiece(NamedTuple):
 
 
 class _Answer:
-    """An answer that is being generated, which makes pieces of text from its tokens."""
+    """One answer while the engine generates it: turns the arriving tokens into pieces of text."""
 
     def __init__(self, index: int, prompt: Prompt, wanted: Wanted, codec: Codec) -> None:
         self._index = index
@@ -175,7 +175,7 @@ class AnswersInProgress:
 
 
 def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
-    """Make the message that asks the engine for one answer; its number is 0 until the link sets it."""
+    """Make the message that asks the engine for one answer, sampled by `seed`; the link sets its number later."""
     return Ask(
         number=0,
         ids=prompt.ids,

@@ -14,7 +14,7 @@ from moesched.server.options import is_loopback
 from moesched.system.plain_text import shown
 
 OPEN_PATHS = frozenset(["/", "/health"])
-"""Paths that need no key: the page asks for it, and says nothing by itself."""
+"""Paths that need no key: the page, which asks the user for the key, and the server's health."""
 
 
 class Keyed:

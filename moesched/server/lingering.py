@@ -19,8 +19,8 @@ class LingeringTransport:
     Otherwise the system would reset the connection because of unread bytes, and the client could lose its answer.
 
     Args:
-        transport: what the connection writes to.
-        conn: the connection's state; the protocol itself would be a cycle, left to the garbage collector.
+        transport: the transport that the connection writes to.
+        conn: the connection's state as h11 keeps it.
         most_dropped: bytes that may come after `close`; more of them end the connection at once.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The front's end of the pipe to the engine's process: turns requests into bytes, and bytes into tokens.
+"""The HTTP process's end of the pipe to the engine's process: encodes requests as bytes, decodes tokens.
 
 This module does no I/O itself.
 """
@@ -74,16 +74,16 @@ class Mailbox:
 
 
 class EngineLink:
-    """Numbers requests, sends them to the engine, and puts the engine's messages into the mailboxes of those who wait.
+    """Numbers requests, sends them to the engine, and puts the engine's messages into the requests' mailboxes.
 
     Args:
         write: takes bytes for the engine.
-        on_starting: called with what the engine says before it is ready.
+        on_starting: called with each message about the engine's start, such as the pages loaded so far.
 
     Attributes:
-        state: the engine's state as it said last.
-        ready: future of what the engine serves, done once weights are loaded; or of the error if they cannot be.
-        ended: future that is done when the engine has ended, with the reason; empty if it was told to end.
+        state: the engine's last message about its load.
+        ready: future of the message that weights are loaded; has the error if they cannot be loaded.
+        ended: future of the reason why the engine ended, done at its end; an empty reason if it was told to end.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from moesched.requests.logprobs import Logprob as Logprob
 
 LENGTH = struct.Struct("!I")
 MOST_FRAME_BYTES = 1 << 30
-"""Room for the longest request with the most answers, and for the log probabilities of three million prompt tokens."""
+"""Largest frame: fits the longest request with the most answers, and log probabilities of 3 million prompt tokens."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -171,7 +171,7 @@ def frame(messages: Sequence[ToEngine] | Sequence[ToFront]) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they arrive, and gives the messages of the frames that are complete.
+    """Decoder that collects bytes as they arrive, and returns the messages of complete frames.
 
     Args:
         kind: the type of the messages: `ToEngine` or `ToFront`.
@@ -182,7 +182,7 @@ class Frames:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[ToEngine | ToFront]:
-        """Yield the messages that are complete with these bytes.
+        """Add the bytes `data`, and yield the messages of all frames that are now complete.
 
         Raises:
             BadServerFrame: the bytes are no frame.

@@ -1,4 +1,4 @@
-"""The served model as requests see it: it encodes prompts, and checks them against its limits."""
+"""The served model's name and limits; encodes prompts, and checks them against these limits."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from moesched.server.gathering import GatheringTransport
 from moesched.server.lingering import MOST_DROPPED, LingeringTransport
 
 REQUEST_SECONDS = 20.0
-"""The time that a request has to arrive as a whole, headers and body."""
+"""Seconds in which a request has to arrive as a whole, headers and body."""
 WRITE_SECONDS = 60.0
-"""The time that a client has to read what waits for it."""
+"""Seconds in which a client has to read the bytes that wait for it."""
 NOT_HTTP = bad_request(
     "this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request"
 ).body()

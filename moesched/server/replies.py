@@ -38,7 +38,7 @@ class Answers(msgspec.Struct, Generic[Choice], frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities by token, in lists of equal length; `text_offset` has each text's first character."""
+    """Log probabilities by token, in lists of equal length; `text_offset` has the place of each token in the text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -65,7 +65,7 @@ class Completion(Answers[CompletionChoice], frozen=True):
 
 
 class LikelyToken(msgspec.Struct, frozen=True):
-    """A candidate for a token, with its log probability and its text in bytes."""
+    """A token that the model could have chosen at a position: its log probability, and its text also as bytes."""
 
     token: str
     logprob: float
@@ -79,14 +79,14 @@ class ChosenToken(LikelyToken, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities by token."""
+    """Log probabilities of an answer's tokens, in order."""
 
     content: list[ChosenToken]
     refusal: None = None
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """The model's message."""
+    """A whole answer, as a message of the conversation."""
 
     content: str
     role: Literal["assistant"] = "assistant"
@@ -94,7 +94,7 @@ class AnswerMessage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A piece of the model's message."""
+    """A piece of an answer's message, in a stream."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

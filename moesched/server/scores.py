@@ -1,4 +1,4 @@
-"""Log probabilities, in the two forms that OpenAI's API has."""
+"""Converts the log probabilities of tokens to the two forms that OpenAI's API has."""
 
 from __future__ import annotations
 

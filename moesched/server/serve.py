@@ -39,7 +39,7 @@ BACKLOG = 2048
 OPEN_MAX = 10_240
 """The most open files that macOS lets a process ask for; there the limit is infinite, and may not be asked for."""
 CLOSING_SECONDS = 5
-"""The time that connections have to close after the last answer."""
+"""Seconds that connections have to close after the last answer."""
 
 
 class Listener(NamedTuple):
@@ -47,7 +47,7 @@ class Listener(NamedTuple):
 
     Attributes:
         starting: called with each message of the engine before it is ready.
-        ready: called once with the server's address, what it serves, and what the model has.
+        ready: called once with the server's address, the engine's message that it is ready, and facts on the model.
         closing: called once no more requests are taken, with the number of answers that still run or wait.
     """
 

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 BYTES = 1 << 30
-"""The memory that this process may take."""
+"""The memory that this process may take, in bytes."""
 
 
 class GenerationTag(Extension):
@@ -65,7 +65,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write a value as JSON; unlike Jinja's own filter it leaves the characters of HTML as they are."""
+    """Write a value as JSON, with options of `json.dumps`; unlike in Jinja's own filter, characters of HTML stay."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -16,7 +16,7 @@ COMMAND = (sys.executable, "-P", "-m", "moesched.server.template_worker")
 MOST_LINE_BYTES = 32 << 20
 """Largest number of bytes of a prompt as a line of JSON; a body of text takes up to three times its own."""
 SECONDS = 2.0
-"""The time that rendering a conversation may take."""
+"""Seconds that rendering a conversation may take."""
 
 Messages = Sequence[dict[str, Any]]
 
@@ -40,7 +40,7 @@ class Renders(Protocol):
 
 
 class PlainTemplate:
-    """Rendering for models without a template: the texts of the messages, one on each line."""
+    """Renders conversations for models without a template: the texts of the messages, one on each line."""
 
     bare = False
 

@@ -23,7 +23,7 @@ MODEL = "mixtral-8x7b"
 """The model where none is given."""
 
 Axes = dict[str, list[Any]]
-"""The values of each axis by its name: a keyword of `simulate_model`, for a table with a key, as "settings.ahead"."""
+"""The values of each axis by its name: a keyword of `simulate_model`; with a key if it is a table: "settings.ahead"."""
 
 OPTIONS = described(ScenarioOptions)
 """The options that may be axes, in the order of loops over points: the last axis varies fastest."""

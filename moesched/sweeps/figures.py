@@ -77,7 +77,7 @@ METRICS = {
     "memory": Metric("peak of the accelerator's memory, GB", min, _memory),
     "dollars": Metric("dollars per million tokens", min, _dollars),
 }
-"""The metrics, by the names that options use. `latency` is that of a decode step."""
+"""The metrics, by the names that options use. `latency` is the time of a decode step."""
 
 
 class BestPolicy(NamedTuple):

@@ -22,7 +22,7 @@ from moesched.system.signals import signals_held
 from moesched.system.whole_file import require_writable, whole_file
 
 MOST_BYTES = 64_000_000
-"""Largest number of bytes of a line; that of a generation of a million tokens has 25 MB."""
+"""Largest number of bytes of a line; the line of a run that generates a million tokens has 25 MB."""
 
 
 class _Place(NamedTuple):

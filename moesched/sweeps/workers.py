@@ -179,7 +179,7 @@ def _end_with(parent: Connection) -> None:
 
 
 def _line_of(key: str, inputs: Inputs) -> bytes:
-    """Run a simulation, and return its encoded line of results; if an error is raised, the line has it as `failure`."""
+    """Run a simulation, and return its line of results, encoded, with `key`; an error becomes the line's `failure`."""
     report, failure = None, None
     with forgotten_awaits() as forgotten:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OBJECTS = 50_000
-"""New objects before the collector looks through them. With Python's 700, a seventh of torch's import goes to that."""
+"""New objects before the collector looks through them. With Python's 700, it takes a seventh of torch's import."""
 
 
 @contextmanager

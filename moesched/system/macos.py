@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 Ask = Callable[[Sequence[str]], str]
-"""Runs a program, and returns what it prints; empty where there is no such program."""
+"""Function that runs a program, and returns the text that it prints; empty where there is no such program."""
 
 MEBIBYTE = 1 << 20
 
@@ -16,7 +16,7 @@ FREE_PAGES = ("free", "speculative", "inactive")
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Run a program and return its standard output; empty if the program is missing or fails."""
+    """Run the program `command`, and return its standard output; empty if the program is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):

@@ -42,7 +42,7 @@ class KeyCheck:
         self.socket.bind(_ENDPOINT)
 
     def answer(self) -> Knock:
-        """Admit or refuse one peer that tried to connect, and return who it was."""
+        """Admit or refuse one peer that tried to connect, and return the peer with this decision."""
         version, request, _, address, _, mechanism, *credentials = self.socket.recv_multipart()
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and len(credentials) == 1 else ""
         user = self._users.get(key)

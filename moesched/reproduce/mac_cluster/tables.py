@@ -14,7 +14,7 @@ SHORT, LONG = 6.1, 5.9
 
 
 class Tables:
-    """Maker of the sections that need simulations of table rows; each row is simulated only once."""
+    """Makes the sections that need simulations of table rows; each row is simulated only once."""
 
     def __init__(self, paper: MacPaper, on_progress: Callable[[str], None]) -> None:
         self.paper = paper

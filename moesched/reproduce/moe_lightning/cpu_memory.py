@@ -66,7 +66,7 @@ def _by_batch(
 
 
 def _smallest(reached: Callable[[int], Predicted], tokens_per_second: float) -> Predicted:
-    """Return the prediction with the fewest micro-batches that reaches a throughput.
+    """Return the prediction with the fewest micro-batches that reaches `tokens_per_second`.
 
     Args:
         reached: function that predicts the throughput, given a number of micro-batches.

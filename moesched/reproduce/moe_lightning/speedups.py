@@ -22,12 +22,9 @@ SETTINGS = ("S1", "S2")
 MOE_LIGHTNING = {"S1": (14, 36)}
 """Number and size of the micro-batches that MoE-Lightning chose itself, by setting (Table 5); not printed for S2."""
 FLEXGEN_MICRO_BATCH = {"S1": 8, "S2": 16}
-"""Micro-batch size that FlexGen chose itself, by setting: of Table 5 for S1; assumed to be twice that for S2.
-
-In Table 4, it is twice as large on S2.
-"""
+"""Micro-batch size that FlexGen chose itself, by setting: S1 from Table 5, S2 assumed twice as large, as in Table 4."""
 FLEXGEN_TOKENS = 1112 * (418 + 128)
-"""Tokens that FlexGen's own batch holds at the end (Table 5); those of Table 4 hold 0.93 to 1.06 times as many."""
+"""Tokens that FlexGen's own batch holds at the end (Table 5); its batches of Table 4 hold 0.93 to 1.06 as many."""
 LEAST_FALL = 0.001
 PLANNER, ITS_OWN, ONE = "our planner", "its own search", "one micro-batch"
 BY_OUR_PLANNER = "S1 and S2, our planner's sizes for it"
