@@ -1,4 +1,4 @@
-"""A micro-batch as the verbs of a step see it: its progress, its blocks of data, its KV cache, its layer's experts."""
+"""State of a micro-batch for the verbs of a step: progress, blocks of data, KV cache, experts of the present layer."""
 
 from __future__ import annotations
 
@@ -244,8 +244,7 @@ class MicroBatch:
 
     @property
     def embeds(self) -> tuple[int, ...] | Rows:
-        """Operands of the task `embed`: numbers of the requests or, where requests join and leave, the rows of this
-        step."""
+        """Operands of the task `embed`: requests' numbers or, where requests join and leave, the step's rows."""
         return self.requests if self.served is None else self.served
 
     def keep(self, requests: tuple[int, ...]) -> None:

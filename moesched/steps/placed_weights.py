@@ -43,14 +43,12 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> Home | None:
-        """Pages that the host reads for its experts, in the memory that weights come from; None if it runs no
-        experts."""
+        """Pages that the host reads for its experts, where weights come from; None if the host runs no experts."""
         return self._home
 
     @property
     def load_buffers(self) -> int:
-        """Number of buffers through which resident pages are loaded before the first step, one page at a time in
-        each."""
+        """Number of buffers, of one page each, through which resident pages are loaded before the first step."""
         return self._load_buffers
 
     def add_pool(self, pool: Pool, filled: Sequence[Page]) -> None:

@@ -215,8 +215,7 @@ class Reservations(ReadOnly):
 
     @cached_property
     def _layer_caches(self) -> tuple[int, ...]:
-        """For each micro-batch, the bytes at the end of the generation of its KV cache in the layer with the largest
-        one."""
+        """For each micro-batch, the bytes of its largest layer's KV cache at the end of the generation."""
         batch, kinds = self._batch, self._operations.kinds.values()
         longest = map(batch.unshared_at_end, batch.micro_batches)
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
@@ -262,8 +261,7 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """Yield reservations for KV caches; for chunked prompts with a cache on the host, also one layer on the
-        accelerator."""
+        """Yield reservations for KV caches and, for chunked prompts cached on the host, a layer on accelerators."""
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)
             chosen = [number for numbers in groups.values() for number in numbers]

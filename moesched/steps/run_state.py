@@ -92,8 +92,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """Return the micro-batch with this number in tasks, which number those of decode first, then those of
-        prefill."""
+        """Return the micro-batch with this number in tasks: micro-batches of decode come first, then of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -135,8 +134,7 @@ class RunState:
         batch.begin(starts, (1,) * len(starts))
 
     def end_step(self) -> None:
-        """Note the end of a step: micro-batches with complete prompts decode from now on, each request with one more
-        token."""
+        """Note the end of a step: micro-batches with complete prompts now decode, one more token per request."""
         through = [batch.whole for batch in self.present if batch.chunk is None or batch.chunk.last]
         for batch in through:
             batch.generated += 1
@@ -228,8 +226,7 @@ class RunState:
                 views.open.clear()
 
     def _bring(self, page: Page, slot: Slot, verb: str) -> PageTransfer:
-        """Submit the transfer of a page into a slot from the memory where weights are kept; `verb` is "load" or
-        "fetch"."""
+        """Submit the transfer of a page to a slot from the weights' memory; `verb` is "load" or "fetch"."""
         lane, work = self.works.move(self.plan.machine.roles.weights, slot.memory, page.nbytes)
         task = PageTransfer(lane, work, verb, page.layer, -1, page.expert, pages=(page,), slots=(slot,))
         return self.engine.submit(task, (), (slot,))

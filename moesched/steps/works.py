@@ -96,8 +96,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the expected nanoseconds of a task with this work, by the virtual clock or else by the machine's cost
-        model."""
+        """Return the expected nanoseconds of a task with this work, by virtual clock or machine's cost model."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)
