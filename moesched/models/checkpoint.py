@@ -172,7 +172,7 @@ def read_contents(model: Path, *, partial: bool = False) -> Contents:
 
 
 def checkpoint_of(contents: Contents) -> Checkpoint:
-    """Locate every tensor of a model, given the headers of its files; errors are as for `open_checkpoint`."""
+    """Locate every tensor of a model, given the contents of its files' headers; errors are as for `open_checkpoint`."""
     config, names, found_tensors = (
         contents.config,
         contents.names,

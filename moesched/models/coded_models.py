@@ -157,7 +157,7 @@ def _format(config: ModelConfig, name: str, shape: Shape, mix: Mix) -> StoredFor
 
 
 def _is_favoured(layer: int, layers: int) -> bool:
-    """Test whether llama.cpp gives a layer's value and down matrices the better format (`use_more_bits`).
+    """Test whether llama.cpp gives a layer's value and down matrices more bits per weight (`use_more_bits`).
 
     These layers are the first and last eighth, and every third layer between.
 

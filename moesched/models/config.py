@@ -104,7 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def by_window(self, layers: Iterable[int]) -> list[list[int]]:
         """Group layers, given by number, by the length of their attention window.
 
-        The KV caches of a group's layers keep the same tokens.
+        The layers of a group keep the KV cache of the same tokens.
         """
         groups: dict[int | None, list[int]] = {}
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Identity of files: size and times by which a change of a file in use is noticed."""
+"""Identities of files: sizes and times, by which a change of a file in use is noticed."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def unpacked_bytes(operations: Operations) -> int:
 
 
 def _widest(operations: Operations) -> int:
-    """Return the number of weights in the longest row of all matrices."""
+    """Return the number of weights in the longest row of any matrix."""
     return max(
         max(
             operations.config.hidden,

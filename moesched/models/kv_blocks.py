@@ -1,4 +1,4 @@
-"""Numbers of tokens for which KV caches have room: whole blocks, and with a sliding window only those it needs."""
+"""Numbers of tokens for which KV caches have room, in whole blocks; with a sliding window, only the window's blocks."""
 
 from __future__ import annotations
 

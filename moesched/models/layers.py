@@ -28,7 +28,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Softmax attention whose query heads share key-value heads (GQA, Ainslie et al. 2023).
 
     Attributes:
-        window: the largest number of tokens that a token attends to, itself included; None for all before it.
+        window: the largest number of tokens that a token attends to, itself included; None for no limit.
         rotary: the rotary embedding of queries and keys.
         qk_norm: RMS norm of queries and keys, over each head or over the whole projection; None for no norm.
         clip: the largest absolute value of queries, keys and values; larger ones are clipped; None does not clip.
@@ -100,12 +100,12 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_flops(self) -> float:
-        """FLOPs in decode for each pair of a new token and a cached token."""
+        """FLOPs of attention in decode for each pair of a new token and a cached token."""
         return 4.0 * self.query_width
 
     @property
     def prompt_flops(self) -> float:
-        """FLOPs in prefill for each pair of tokens, of which one attends to the other."""
+        """FLOPs of attention in prefill for each pair of tokens of which one attends to the other."""
         return 4.0 * self.query_width
 
     def shapes_before(self, hidden: int) -> dict[str, Shape]:

@@ -253,7 +253,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """Return each part's rows for a tensor in the fewest parts that fit a page; the last part may be smaller."""
+    """Return the rows of each part of a tensor cut into the fewest parts that fit a page; the last may be smaller."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

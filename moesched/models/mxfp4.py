@@ -28,7 +28,7 @@ def with_experts_in_mxfp4(config: ModelConfig) -> ModelConfig:
 
 
 def join_codes_and_scales(tensors: Iterable[FoundTensor]) -> Iterator[FoundTensor]:
-    """Yield the tensors of files, but each pair of codes and scales as one tensor with rows in MXFP4.
+    """Yield the tensors of files, with each pair of tensors of codes and of scales joined to one with rows in MXFP4.
 
     Raises:
         BadInput: one of a pair is missing, or their shapes do not match.

@@ -1,6 +1,6 @@
 """Bytes of GPU memory that stay allocated for replayed CUDA graphs: results of micro-batches, scratch, the graphs.
 
-A replay reads and writes the addresses of the captured call, so their memory is not freed.
+A replay uses the addresses of the captured call, so the memory there is not freed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
 
     @property
     def magnitude(self) -> float:
-        """Factor of cosines and sines."""
+        """Number that multiplies the cosines and sines."""
         return 1.0
 
     def problem(self, pairs: int) -> str:
@@ -38,7 +38,7 @@ class Linear(Slowing, frozen=True, kw_only=True, tag="linear"):
     """Scaling that slows all pairs down by `factor` (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """Return, for each unscaled frequency of a pair, the ratio of the scaled frequency to it."""
+        """Return the ratio of scaled to unscaled frequency of each pair, given the unscaled frequencies."""
         return [1 / self.factor] * len(frequencies)
 
 
@@ -54,7 +54,7 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
     original_max_position_embeddings: int
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """Return, for each unscaled frequency of a pair, the ratio of the scaled frequency to it."""
+        """Return the ratio of scaled to unscaled frequency of each pair, given the unscaled frequencies."""
         span = self.high_freq_factor - self.low_freq_factor
         turns = (self.original_max_position_embeddings * each / (2 * math.pi) for each in frequencies)
         kept = (min(1.0, max(0.0, (each - self.low_freq_factor) / span)) for each in turns)
@@ -90,7 +90,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
 
     @property
     def magnitude(self) -> float:
-        """Factor of cosines and sines."""
+        """Number that multiplies the cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -98,7 +98,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return self._growth(1.0)
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """Return, for each unscaled frequency of a pair, the ratio of the scaled frequency to it."""
+        """Return the ratio of scaled to unscaled frequency of each pair, given the unscaled frequencies."""
         pairs = len(frequencies)
         first, last = self._pair(self.beta_fast, frequencies), self._pair(self.beta_slow, frequencies)
         if self.truncate:
@@ -144,7 +144,7 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
 
     @property
     def magnitude(self) -> float:
-        """Factor of cosines and sines."""
+        """Number that multiplies the cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -152,7 +152,7 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """Return, for each unscaled frequency of a pair, the ratio of the scaled frequency to it."""
+        """Return the ratio of scaled to unscaled frequency of each pair, given the unscaled frequencies."""
         return [1 / each for each in (self.long_factor if self.factor > 1 else self.short_factor)]
 
     def problem(self, pairs: int) -> str:
@@ -199,5 +199,5 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def magnitude(self) -> float:
-        """Factor of cosines and sines."""
+        """Number that multiplies the cosines and sines."""
         return 1.0 if self.scaling is None else self.scaling.magnitude

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model divided among equal ranks (Megatron-LM; MoE-Lightning, section 4.3).
+"""Tensor parallelism: divides a model among equal ranks (Megatron-LM; MoE-Lightning, section 4.3).
 
 Every rank has a share of the attention heads, of each expert's inner width and of the LM head's rows, and a full copy
 of the norms, the router and the embedding. The output projection of attention and the experts then give partial sums,

@@ -1,4 +1,4 @@
-"""Shapes of tensors."""
+"""The type `Shape` of tensors, and the number of elements of tensors with given shapes."""
 
 from __future__ import annotations
 

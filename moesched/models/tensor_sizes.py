@@ -63,7 +63,7 @@ class TensorSizes:
 
     @cached_property
     def key_width(self) -> int:
-        """Half of the difference of `qkv_width` and `query_width`; in ungated grouped attention, elements of a key."""
+        """Elements of a token's key in ungated grouped attention; elsewhere half of `qkv_width` minus `query_width`."""
         return (self.layer.attention.qkv_width - self.query_width) // 2
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Description of a tensor to write to a file."""
+"""The class that describes a tensor to write to a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WrittenTensor(NamedTuple):
 
     @property
     def is_norm(self) -> bool:
-        """True for a vector, whose values are all written as 1, since it is taken for a norm."""
+        """True for a vector, which is taken for a norm: all of its values are written as 1."""
         return len(self.shape) == 1
 
     @property

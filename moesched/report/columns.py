@@ -142,8 +142,8 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
     """Add columns with the tasks that each task depends on, and return the JSON value that refers to the columns.
 
-    Column `count` has the number of these tasks, the producers. Column `back` has, for each producer, the distance from
-    it to the task in the run's list of tasks, as small numbers compress well.
+    Column `count` has, for each task, the number of tasks that it depends on. Column `back` has, for each of those, how
+    many positions before the task it is in the run's list, as small numbers compress well.
     """
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {
@@ -157,7 +157,7 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
     """Add columns with each task's last wait, and return the JSON value that refers to the columns.
 
-    The columns have the fields of `Wait`; `why` is an index into `WHY`.
+    There is a column for each field of `Wait`; that of `why`, the reason, holds indices into `WHY`.
     """
     waits = waits_of(recording)
     return {

@@ -80,7 +80,7 @@ def _hash(content: str) -> str:
 
 @cache
 def _script() -> str:
-    """Return all scripts of assets/js joined into one."""
+    """Return the text of all scripts of assets/js, joined into one."""
     parts = (_EXPORT.sub("", _IMPORT.sub("", _asset(f"js/{name}.js"))) for name in MODULES)
     return "\n" + "\n".join(parts)
 

@@ -37,7 +37,7 @@ class BatchSizes(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Indices of requests: of the requests of each micro-batch, and of requests deferred to later batches."""
+    """Result of `assign_requests`: indices of the requests of each micro-batch, and of those left for later batches."""
 
     micro_batches: list[list[int]]
     deferred: list[int]

@@ -26,7 +26,7 @@ class Standing(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The next beams: for each, the index of the beam that it continues, and its new token."""
+    """For each beam after a step, the index of the earlier beam that it continues, and its new token."""
 
     parents: list[int]
     tokens: list[int]

@@ -115,7 +115,7 @@ def _parts(
     """Cut requests' prompts, one after the other, into chunks of `size` tokens.
 
     Yields a tuple for each prompt's part of a chunk: the chunk's first token, counted over all prompts; the request;
-    the part's first token in its prompt; its number of tokens; whether the prompt ends with it.
+    the part's first token in its prompt; the part's number of tokens; whether the prompt ends with the part.
     """
     before = 0
     for request, prompt in zip(requests, prompts, strict=True):

@@ -72,13 +72,13 @@ def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequen
 
 
 def _are_finite(logits_SV: Logits) -> npt.NDArray[np.bool_]:
-    """Return an array with, for each row, whether its largest logit is finite."""
+    """Return, for each row of logits, whether the row's largest logit is finite."""
     finite_S: npt.NDArray[np.bool_] = np.isfinite(logits_SV.max(axis=1))
     return finite_S
 
 
 def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotFinite:
-    """Return an error that extends `error`, about bad logits, by their step and the first tensor that is not finite.
+    """Return the error about bad logits, extended by the step and the first tensor that is not finite.
 
     when, first_bad: the step and the tensor, in words.
     dtype: dtype of the computation, which decides the remedy.

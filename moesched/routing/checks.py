@@ -1,4 +1,4 @@
-"""Checks of recorded expert choices: each token has different experts, all of the model; errors name the token.
+"""Checks recorded expert choices: a token's experts differ, and the model has all of them; errors name the token.
 
 In a trace file the layer axis has either all layers of the model, or only the layers with experts. In memory the axis
 always has all layers, with zeros in layers without experts.

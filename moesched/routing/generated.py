@@ -37,8 +37,8 @@ class _Table(NamedTuple):
 class GeneratedChoices:
     """Random choices of `top_k` different experts per token, in which experts have the shares that `popularity` gives.
 
-    If the popularity's locality is above 0, a token repeats, with this probability, the experts of the token before it
-    in the same request and layer. The shares do not change.
+    With the probability `popularity.locality`, a token repeats the experts of the token before it in the same request
+    and layer. The shares do not change.
 
     Raises:
         BadInput: the locality is not at least 0 and less than 1.

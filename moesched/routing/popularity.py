@@ -35,7 +35,7 @@ ROUNDING = 1e-12
 
 
 class Popularity(Protocol):
-    """A source of popularity of experts, with which choices are generated."""
+    """A source of the experts' popularity, by which random choices of experts are generated."""
 
     @property
     def locality(self) -> float:

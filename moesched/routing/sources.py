@@ -49,7 +49,7 @@ def find_choices(
 
 
 def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> ExpertChoices:
-    """Make the choices of a source: a trace's choices, or random choices by popularity."""
+    """Make expert choices for a simulation: a trace's recorded choices, or random choices by popularity."""
     if isinstance(source, RoutingTrace):
         return RecordedChoices(source)
     return GeneratedChoices(source, config, seed)

@@ -73,7 +73,7 @@ def parse_token_rows(where: str, data: bytes, config: ModelConfig) -> RoutingTra
 
 
 def _rows(where: str, lines: Iterable[bytes], config: ModelConfig) -> Iterator[tuple[int, ...]]:
-    """Yield each row of the file `where` as numbers: line, request, layer, token, and the ids of the experts."""
+    """Yield each row of the file `where` as numbers: line number, request, layer, token, and ids of the experts."""
     header = None
     for number, text in enumerate(lines, 1):
         line = text.strip()

@@ -1,4 +1,4 @@
-"""Assembly of a run: for each rank its lanes, engine, run state and generation."""
+"""Assembles the parts of a run: for each rank its lanes, engine, run state and generation."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class BatchPolicies:
         self._kept: dict[int, Policy] = {}
 
     def next_of(self, rank: int) -> Policy:
-        """Return the policy of a rank's or node's next batch."""
+        """Return the policy object for the next batch of a rank or node."""
         policy = self._kept[rank] if rank in self._kept else self._make()
         if keeps_state(policy):
             self._kept[rank] = policy

@@ -1,4 +1,4 @@
-"""The end of a run: complete, interrupted, or with an error that carries the report of what was done."""
+"""Ends a run that completed, was interrupted or failed: an error then carries the report of what was done."""
 
 from __future__ import annotations
 

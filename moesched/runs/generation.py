@@ -1,4 +1,4 @@
-"""Generation: takes one batch through a policy, from loading the resident weights to the last token.
+"""Generation: has a policy schedule one batch, from loading the resident weights to the last token.
 
 The same coroutine runs under both drivers.
 """
@@ -170,7 +170,7 @@ async def load(run_state: RunState) -> int:
 
 
 async def _end_of(loads: Sequence[Task]) -> int:
-    """Wait for all of these tasks; return the time in nanoseconds at which the last one ended, 0 without tasks."""
+    """Wait for all of these tasks; return the time at which the last one ended, in nanoseconds; 0 if there are none."""
     for task in loads:
         await task
     return max((task.end for task in loads), default=0)

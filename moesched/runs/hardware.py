@@ -210,7 +210,7 @@ class _HardwareRun:
                         closing.push_async_callback(rank.device.aclose)
 
     def _insist(self) -> None:
-        """Raise `Stopped` at the line of a policy that computes without a pause and so keeps `_interrupt` waiting."""
+        """Raise `Stopped` in a policy that computes without awaiting anything and so keeps `_interrupt` waiting."""
         if self.began and not self.interrupted:
             _log.warning("interrupted in the policy", line=calling_line())
             raise Stopped

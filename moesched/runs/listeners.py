@@ -34,7 +34,7 @@ class Listener:
         """Called when a batch with this plan is about to run."""
 
     def loading(self, done: int, total: int) -> None:
-        """Called once `done` of `total` resident pages are loaded; by cluster runs only, which report no tasks."""
+        """Called once `done` of `total` resident pages are loaded; only in cluster runs, which never call `ended`."""
 
     def ended(self, task: Task) -> None:
         """Called when a task has ended, from any thread, one call at a time, up to tens of thousands a second."""

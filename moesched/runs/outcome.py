@@ -1,4 +1,4 @@
-"""Reports: the figures of a run, measured or predicted."""
+"""The raw results of a run, and the report with its figures, measured or predicted."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PoolUse(msgspec.Struct, frozen=True):
     """Use of a pool in all steps, in pages. A page is used once in each step that reads it.
 
     Attributes:
-        slots: number of pages that it has room for.
+        slots: number of pages that the pool has room for.
         fetched: pages that were fetched, those whose transfer was cancelled included.
         hits: uses that found the page in the pool, or on its way there by a speculative fetch.
         misses: uses that had to fetch the page.
@@ -114,7 +114,7 @@ class ForecastUse(msgspec.Struct, frozen=True):
     Where the router then chose n experts, the n experts with the most expected tokens in an answer count.
 
     Attributes:
-        predictor: the name of its class.
+        predictor: name of the predictor's class.
         ahead: number of layers from the last one in which the micro-batch was routed.
         forecasts, chosen, found, accuracy: as in `PreviewUse`.
     """
@@ -172,13 +172,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         wall_seconds: real time of the run; all other times are on the clock of its machine, which may be emulated.
         emulation: quality of the emulation; None for a run on real hardware or a prediction.
-        tensor_parallel: number of accelerators that the model was split over. All worked alike. Lanes, tasks and the
-            peak of the accelerator's memory are for one of them; other peaks are for all.
+        tensor_parallel: number of accelerators that the model was split over. Figures of lanes, tasks and the
+            accelerator's memory are for one of them, as all work alike; other memories' peaks are for all.
         nodes: number of machines that shared the model's experts. Lanes and tasks are for the first; each memory's peak
             is the highest of all nodes.
         scores: the score of each request's best beam; None without beam search.
-        warm_up_seconds: for how long the device ran its kernels before the first step, while weights were loaded or
-            before; None if it did not.
+        warm_up_seconds: time that the device ran its kernels before the first step, to warm up; None without a warm-up.
         first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
             `prefill_seconds`, all requests have their first token.
         between_tokens_seconds: mean over the requests of the mean time between their tokens; None where none has two.
@@ -191,10 +190,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
         previews: accuracy of the policy's previews of the router, the nearest first; of the first rank or node.
-        forecasts: accuracy of the policy's predictors, in the same order.
+        forecasts: accuracy of the policy's predictors, by predictor, the nearest layer first.
         weights_home: where weights came from in the first batch; None where all stayed on the accelerator, or where its
             memory is the host's.
-        kernels: names of the kernels that ran, by operation; empty where a device has one for each.
+        kernels: names of the kernels that ran, by operation; empty if the device has only one for each operation.
     """
 
     measured: bool

@@ -1,4 +1,4 @@
-"""Errors of a policy, as its author reads them: a line, then the policy's own frames and a hint at the likely cause."""
+"""Explains a policy's error to its author: the line at fault, the policy's own frames, a hint at the likely cause."""
 
 from __future__ import annotations
 

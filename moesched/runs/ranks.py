@@ -53,7 +53,7 @@ class Rank(NamedTuple):
 
     @property
     def device(self) -> Device:
-        """The rank's device, in a run on real hardware."""
+        """The rank's device, which a rank on real hardware always has."""
         assert self.hardware is not None, "a rank on the virtual clock has no device"
         return self.hardware
 
@@ -70,7 +70,7 @@ class Devices(NamedTuple):
 
     @property
     def core_plan(self) -> CorePlan | None:
-        """The first device's division of the host's cores among its threads; None if it makes none."""
+        """The first device's division of the host's cores among its threads; None if it does not divide them."""
         return self.first.core_plan if isinstance(self.first, DividesCores) else None
 
     @property

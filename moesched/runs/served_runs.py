@@ -119,7 +119,7 @@ def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> di
 
 
 def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:
-    """Return, by type of task, the function with which a rank's device computes tasks as they end.
+    """Return, by type of task, a function that computes a task on its rank's device as the task ends.
 
     These functions are for the virtual clock, on which tasks end without taking real time.
     """

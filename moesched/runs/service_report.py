@@ -49,7 +49,7 @@ def parse_objectives(text: str) -> Objectives:
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """The median (p50), the 90th (p90) and the 99th percentile (p99) of times, in seconds."""
+    """The median (p50), and the 90th and 99th percentile (p90, p99) of times, in seconds."""
 
     p50: float
     p90: float

@@ -44,12 +44,12 @@ class Served(msgspec.Struct):
     """A request and what came of it. Times are nanoseconds since the first request could run; -1 if not known yet.
 
     Attributes:
-        entered: time at which it got a place.
+        entered: time at which the request got a place in a micro-batch.
         tokens: its generated tokens so far; a stop token is kept.
-        prompt: the log probabilities of its prompt's tokens, if it asks for them; the first token has none.
+        prompt: log probabilities of the prompt's tokens, if the request asks for them; the first token has none.
         times: the time of each generated token.
-        ended: time at which it had its last token, or had left.
-        ending: why it gets no more tokens; None while it runs or waits.
+        ended: time at which the request had its last token, or had left.
+        ending: reason why the request gets no more tokens; None while it runs or waits.
     """
 
     request: Request
@@ -97,7 +97,7 @@ class Serving:
     """Serves requests, from their arrival to their last token.
 
     Each step is of prompts or of decoding: prompts go first, with a decode step between two steps of prompts. A step is
-    submitted while the one before it runs, so that a request that a stop token ends is part of one step more.
+    submitted while the one before it runs, so that a request that ended with a stop token is in one more step.
 
     Args:
         places: the places of the plan's capacity, all empty.
@@ -111,9 +111,9 @@ class Serving:
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
         requests: the requests that arrived, by number.
-        occupancy: how full the places were.
+        occupancy: numbers of requests and tokens in the places at each step.
         steps: number of steps that have ended.
-        notices: sends the rows of each step to the other nodes; None if there are none.
+        notices: sends the rows of each step to the other nodes; None without other nodes.
     """
 
     def __init__(

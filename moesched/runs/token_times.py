@@ -1,4 +1,4 @@
-"""Times of tokens: of each request and of each micro-batch, to the first token and between tokens."""
+"""Computes the times to the first token and between tokens, of each request and of each micro-batch."""
 
 from __future__ import annotations
 

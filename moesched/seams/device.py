@@ -34,7 +34,7 @@ class Issued(Protocol):
 
     @property
     def value(self) -> Any:
-        """The task's result."""
+        """The task's result, once `wait` has returned."""
 
     def span(self) -> tuple[int, int]:
         """Return the task's start and end in nanoseconds on the driver's clock; known once `wait` has returned."""
@@ -48,7 +48,7 @@ class Streams(Protocol):
 
 
 class Device(Protocol):
-    """Runs tasks on real hardware, batch after batch of one model.
+    """Runs tasks on real hardware, for one model and one batch after the other.
 
     The framework calls, in this order: the constructor; `slot_bytes`, whenever a policy plans; then for each batch
     `kinds`, `begin`, `streams` and `execute`, once the tasks of the batch before have ended; `aclose`, once.
@@ -194,7 +194,7 @@ Progress: TypeAlias = Callable[[str, float, float], object]
 
 
 def ignore_progress(what: str, done: float, total: float) -> None:
-    """Do nothing with the progress: the `tell` of devices whose progress nobody follows."""
+    """Do nothing; the default `tell` of devices, to which they report progress that nobody follows."""
 
 
 @runtime_checkable

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 class Policy(Protocol):
     """Plans a run and schedules its steps.
 
-    Each batch gets a new instance, made with the user's `--set` values as keyword arguments; see `KeepsState`. It
-    submits tasks through the step's verbs in program order, and may await nothing but their handles. If it has a
-    setting `kv_on_gpu`, the share (0 to 1) of the micro-batches whose KV cache stays on the accelerator, the planner
-    searches that too.
+    Each batch gets a new instance, made with the user's `--set` values as keyword arguments, unless its `keeps_state`
+    is True. The instance submits tasks through the step's verbs in program order, and may await nothing but their
+    handles. If it has a setting `kv_on_gpu`, the share (0 to 1) of the micro-batches whose KV cache stays on the
+    accelerator, the planner searches its values, too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
     policy sees one, with its share. A class for a pipeline or several machines is `Pipelined` or `ExpertParallel`.
@@ -25,10 +25,10 @@ class Policy(Protocol):
         """Declare on `plan` where the KV cache lies, which pages stay in memory, and the pools for all other pages."""
 
     async def prefill(self, step: Step) -> None:
-        """Schedule the prompts, up to and including each micro-batch's `sample`."""
+        """Submit the tasks of the prompts, up to and including each micro-batch's `sample`."""
 
     async def decode(self, step: Step) -> None:
-        """Schedule one more token of each sequence, up to and including each micro-batch's `sample`.
+        """Submit the tasks of one more token of each sequence, up to and including each micro-batch's `sample`.
 
         Some micro-batches may hold prompts instead (`Step.phase`), where a caller adds requests to a run.
         """

@@ -30,7 +30,7 @@ class Arrivals(Protocol):
         """True once no more requests will arrive."""
 
     def news(self, now: int) -> News:
-        """Return the arrivals and departures up to a time, each in one call only.
+        """Return the arrivals and departures up to the time `now` that no earlier call returned.
 
         Args:
             now: nanoseconds since the first request could run, as for the other methods.

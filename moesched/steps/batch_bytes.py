@@ -88,9 +88,9 @@ class BatchBytes(ReadOnly):
         self._seal()
 
     def _scattered_tokens(self, chunk: Chunk, *, on_gpu: bool) -> int:
-        """Return the most tokens of a chunk's requests whose keys and values are copied, as their blocks lie scattered.
+        """Return the most tokens of a chunk's requests whose keys and values are copied together from scattered blocks.
 
-        That is 0 unless requests join and leave. On a CPU only prompts are copied: decode steps read the blocks.
+        The number is 0 unless requests join and leave. On a CPU only prompts are copied: decode steps read the blocks.
         """
         if not self._batch.served:
             return 0

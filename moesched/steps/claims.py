@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Parts(NamedTuple):
-    """The equal parts of a claim: `number` slots, tokens or micro-batches, as `unit` says."""
+    """The equal parts that a claim's bytes consist of: `number` parts, named by `unit`, such as "slots" or "tokens"."""
 
     number: int
     unit: str
@@ -25,7 +25,7 @@ class Claim(NamedTuple):
     """A need of a memory for the whole run.
 
     Attributes:
-        what: the claimant, as in the message "... needs N bytes".
+        what: the user of the bytes in words, the subject of the message "... needs N bytes".
         nbytes: the bytes needed.
         parts: the equal parts that the bytes consist of; None if they have none.
     """

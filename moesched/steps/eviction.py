@@ -129,7 +129,8 @@ def _taken_by(cache: str, given: object) -> Eviction:
         given: an eviction rule, or a class of them.
 
     Raises:
-        PolicyError: `given` is no eviction rule, orders another cache, or is a class whose constructor needs arguments.
+        PolicyError: `given` is no eviction rule, belongs to another cache, or is a class whose constructor needs
+            arguments.
     """
     rule = _made(cache, given) if isinstance(given, type) else given
     if not isinstance(rule, Eviction):

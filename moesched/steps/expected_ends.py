@@ -66,7 +66,7 @@ def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
 
 
 def _waiting_for(task: Task) -> list[Task]:
-    """Return the tasks that wait for a task, on the host or on their device."""
+    """Return the tasks that wait for `task`, whether in the engine on the host or on a device's stream."""
     return [*(task.followers or ()), *behind_on_device(task)]
 
 

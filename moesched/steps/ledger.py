@@ -34,7 +34,7 @@ class Ledger:
 
 
 def ledger_problems(memory: Memory, pools: Iterable[Pool] = ()) -> list[str]:
-    """Return the contradictions between a memory's bytes, its page table and its pools' slots, as lines of text."""
+    """Return the contradictions between a memory's reserved bytes, page table and pools' slots, as lines of text."""
     problems = []
     if not 0 <= memory.used <= memory.peak <= memory.capacity:
         problems.append(

@@ -134,7 +134,7 @@ class Slot(Block):
         self.views: list[View[Any]] = []
 
     def forget(self) -> None:
-        """Drop the references to the tasks and views that used the slot."""
+        """Drop the slot's references to the tasks and views that used the slot."""
         self.writer = None
         self.readers.clear()
         self.views.clear()
@@ -262,7 +262,7 @@ class Pool(ReadOnly):
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
-        """Empty a slot, whose next writer waits for all tasks that read its page, through a view or not."""
+        """Empty a slot; the next task that writes to the slot waits for all that read its page, in a view or not."""
         self._forget(slot, engine)
         slot.page = None
         self._empty.append(slot)
@@ -392,7 +392,7 @@ def _vacate_lost(page: Page, held: Slot, taken: Sequence[Slot], engine: Engine) 
         taken: slots that pages of the same call were already assigned to.
 
     Raises:
-        PolicyError: the page is there, on its way, or named twice in the call.
+        PolicyError: the page is in the slot, on its way there, or named twice in the call.
     """
     if lost(held) is None or held in taken:
         raise PolicyError(
@@ -402,5 +402,5 @@ def _vacate_lost(page: Page, held: Slot, taken: Sequence[Slot], engine: Engine) 
 
 
 def lost(slot: Slot) -> BaseException | None:
-    """Return the reason that the transfer to a slot failed or was cancelled; None if it did neither."""
+    """Return the error of a slot's transfer that failed or was cancelled; None for any other transfer."""
     return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

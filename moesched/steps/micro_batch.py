@@ -1,4 +1,4 @@
-"""A micro-batch as the verbs of a step see it: its progress, its blocks of data, its KV cache, its layer's experts."""
+"""State of a micro-batch for the verbs of a step: progress, blocks of data, KV cache, experts of the present layer."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class MicroBatch:
 
     @property
     def whole(self) -> MicroBatch:
-        """The micro-batch of decode steps that a chunk is a part of; itself if it is no chunk."""
+        """The micro-batch of decode steps that this chunk is a part of; this micro-batch itself if it is no chunk."""
         return self.chunk_of or self
 
     def begin(self, starts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
@@ -244,11 +244,11 @@ class MicroBatch:
 
     @property
     def embeds(self) -> tuple[int, ...] | Rows:
-        """The operands of `embed`: the numbers of the requests, or the rows where requests join and leave."""
+        """Operands of the task `embed`: requests' numbers or, where requests join and leave, the step's rows."""
         return self.requests if self.served is None else self.served
 
     def keep(self, requests: tuple[int, ...]) -> None:
-        """Continue with these requests only, which are some of the micro-batch's."""
+        """Drop all requests of the micro-batch except those with these numbers."""
         self.requests = self.ends = requests
 
     def enter(self, stage: PipelineStage, kind: int) -> None:
@@ -283,7 +283,7 @@ class MicroBatch:
 def whole_micro_batch(
     index: int, requests: tuple[int, ...], kv_on_accelerator: tuple[bool, ...], *, unified: bool
 ) -> MicroBatch:
-    """Make a micro-batch of decode steps, which is also one of prefill if none of its prompts is cut.
+    """Make a micro-batch of decode steps; prefill uses the same object if none of its prompts is cut into chunks.
 
     Args:
         index: the micro-batch's number.

@@ -10,13 +10,13 @@ from moesched.models.layout import Page, WeightLayout
 
 
 def describe(page: Page) -> str:
-    """Return a page in words: its layer, its expert or "dense" for the part that all tokens use, and its index."""
+    """Return a page as text for messages: layer, expert (or "dense" for weights that all tokens use), and index."""
     part = "dense" if page.expert < 0 else f"E{page.expert}"
     return f"L{page.layer} {part} #{page.index}"
 
 
 def describe_all(pages: Iterable[Page]) -> str:
-    """Return the pages in words, by layer and expert, such as "L3 dense #0-1, E5 #0"."""
+    """Return the pages as text for messages, by layer and expert, such as "L3 dense #0-1, E5 #0"."""
     indices: dict[tuple[int, int], list[int]] = {}
     for page in pages:
         indices.setdefault((page.layer, page.expert), []).append(page.index)
@@ -58,7 +58,7 @@ def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
 def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout, most_bytes: int = maxsize) -> int:
     """Check that pages belong to a model, and return the sum of their bytes.
 
-    A page of another layout has other bytes under the same number.
+    Page numbers of another layout stand for other bytes.
 
     Args:
         verb: the calling verb's name, for messages.

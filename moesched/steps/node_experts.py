@@ -1,4 +1,4 @@
-"""Checks of the experts that each node holds, and of the experts that it is to run, where nodes share a model."""
+"""Checks, for a model shared by several nodes, of the experts that a policy has each node hold and run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def require_placement(placement: Sequence[Collection[int]], nodes: int, experts: int) -> None:
-    """Check the experts that each node is to hold.
+    """Check that a policy's placement of experts on nodes names every expert, and fits the number of nodes.
 
     Args:
         placement: for each node, the numbers of its experts.
@@ -34,7 +34,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
 
 
 def require_routers(verb: str, declared: Declared) -> None:
-    """Check that every node has a router if the plan requests router scores; the error names `verb`.
+    """Check that every node has a router, which a plan that requests router scores needs; the error names `verb`.
 
     Raises:
         PolicyError: the plan is centralised, and has several nodes.

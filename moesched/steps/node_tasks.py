@@ -4,7 +4,7 @@ Where nodes share a model's experts (`Plan.place_experts`), these verbs are more
 
     combine          partial_sum, all_reduce, combine
 
-Every node attends, routes and samples, with equal results. In a centralised plan only the first one does:
+Every node attends, routes and samples, with equal results. In a centralised plan only the first node does:
 
     route            on the first node: route, broadcast                on the others: broadcast, route
     combine          on the first node: partial_sum, gather, combine    on the others: partial_sum, gather

@@ -21,7 +21,7 @@ PLACES: tuple[Place, ...] = get_args(Place)
 
 
 class PipelineStage:
-    """One accelerator: its lanes, and the views of the pages in its memory.
+    """One accelerator of a pipeline: the accelerator's lanes, and the views of pages in its memory.
 
     Attributes:
         number: the stage's number, from 0.
@@ -29,7 +29,7 @@ class PipelineStage:
         processors: the names of the processors by role: "accelerator" and "host".
         memory: name of the accelerator's memory.
         lane, host: the lanes of the accelerator and the host.
-        places: the stage's lanes by their purpose; none for copies within one memory.
+        places: the stage's lanes by purpose, such as "to host"; copies within one memory have no lane.
         lanes: each verb's lane, by the verb's number; None for verbs with nothing to do.
         dense, whole: the views of layers' dense parts and of whole layers on the accelerator, by layer.
         expert: by processor role, the views of experts in that processor's memory, by (layer, expert).

@@ -43,12 +43,12 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> Home | None:
-        """Pages that the host computes with in the memory that weights come from; None if the host runs no experts."""
+        """Pages that the host reads for its experts, where weights come from; None if the host runs no experts."""
         return self._home
 
     @property
     def load_buffers(self) -> int:
-        """Number of buffers for loading resident pages before the first step, and so of pages loaded at once."""
+        """Number of buffers, of one page each, through which resident pages are loaded before the first step."""
         return self._load_buffers
 
     def add_pool(self, pool: Pool, filled: Sequence[Page]) -> None:
@@ -77,7 +77,7 @@ class PlacedWeights(ReadOnly):
         return resident
 
     def claims(self, memory: Memory, free: int) -> Iterator[Claim]:
-        """Yield the claims of pools and resident pages on a memory that has `free` bytes left."""
+        """Yield what each pool and each set of resident pages needs of a memory that has `free` bytes left."""
         for pool in self._in_order:
             if pool.memory is memory:
                 for claim in pool.claims(free):

@@ -26,7 +26,7 @@ from moesched.system.source_lines import calling_line
 
 
 class Plan(PlanFacts):
-    """The declarations of a policy, and the facts that they are based on.
+    """The object in which a policy declares its use of memory, and which describes the model, machine and batch.
 
     Args:
         machine: has the roles, and the capacities of memories that `budgets` omits.
@@ -42,7 +42,7 @@ class Plan(PlanFacts):
         process: the process that will run the plan; None where that is not known.
 
     Attributes:
-        machine: with several stages, each accelerator with a memory and links of its own.
+        machine: the machine; with several stages, each accelerator is listed with a memory and links of its own.
         layout: the model's weights, cut into pages: `layout.pages`, or the pages of a layer, dense part or expert.
         batch: the requests: the lengths of their prompts, and the number of new tokens.
         layers: the numbers of the layers, from 0.
@@ -53,8 +53,8 @@ class Plan(PlanFacts):
         slot_bytes: bytes of a page in a slot of the device.
         memories: all memories by name.
         accelerators: the accelerators' memories by stage.
-        weights: for the framework: the pages' places.
-        reservations: for the framework: the bytes that everything needs.
+        weights: for the framework: the pages that stay in each memory, and the pools.
+        reservations: for the framework: computes the bytes that the declarations need.
     """
 
     def limit_in_flight(self, micro_batches: int) -> None:
@@ -284,14 +284,14 @@ class Plan(PlanFacts):
 
 
 def stage_of(stages: Sequence[range], layer: int) -> int:
-    """Return the number of the pipeline stage that a layer belongs to; `stages` has the layers of each stage."""
+    """Return the number of the pipeline stage that a layer belongs to, given the layers of each stage."""
     return layer * len(stages) // stages[-1].stop
 
 
 def _placed(
     roles: tuple[Role | None, ...], role: Role, number: int, layers: Collection[int] | None
 ) -> tuple[Role | None, ...]:
-    """Place a micro-batch's KV cache, in these layers or in all, in the memory `role`.
+    """Return the memories of a micro-batch's KV cache by layer, after placing some layers in the memory `role`.
 
     Args:
         roles: by layer, the memory that holds the cache so far; None for none.

@@ -1,4 +1,4 @@
-"""Counts of a pool: pages fetched, uses that found their page there, and pages that left without being read."""
+"""Counts the pages that a pool fetched, the uses that found their page in the pool, and the pages never read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PoolCounts:
         return Counted(self.fetched, self.hits, self.misses, self.wasted, self.cancelled)
 
     def record(self, submitted: int) -> None:
-        """Add (number of tasks so far, counts so far) to the log, if there is one.
+        """Append (number of tasks, counts so far) to the log, if there is one.
 
         submitted: number of tasks submitted so far.
         """
@@ -65,7 +65,7 @@ class PoolCounts:
             self.log.append((submitted + self.skipped, self.now()))
 
     def repeat(self, since: Counted, times: int, submitted: int, tasks: int) -> None:
-        """Count further steps, of which each has the counts that were added after `since`.
+        """Count further steps that were not run; each adds as much as the last step, the counts now minus `since`.
 
         Args:
             since: the counts before the step that is repeated.

@@ -9,7 +9,7 @@ from moesched.tasks import DONE, Preview, Task
 
 
 class Compared(NamedTuple):
-    """Counts from comparing forecasts, made a given number of layers ahead, with the routings.
+    """Counts from comparing forecasts of a router's choices with the experts that the router chose.
 
     An expert counts once for each micro-batch and layer, however many tokens choose it.
 

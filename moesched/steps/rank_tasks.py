@@ -7,9 +7,9 @@ Where a model is cut over several ranks (see `models/tensor_parallel.py`), four 
     combine          combine, all_reduce
     sample           logits, all_reduce, sample
 
-The all-reduces are part of the verbs, so policies are written as for one accelerator. One rank adds the residuals, so
-that the ranks' hidden states sum to the model's. Each rank's logits are zero except for its own rows of the LM head,
-so that their sum is exact.
+The all-reduces are part of the verbs, so policies are written as for one accelerator. Only one rank adds the residuals,
+so that the sum of the ranks' hidden states is the model's hidden state. Each rank's logits are zero except for its own
+rows of the LM head, so that their sum is exact.
 """
 
 from __future__ import annotations

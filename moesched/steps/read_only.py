@@ -1,4 +1,4 @@
-"""Base of objects that policies see and cannot change by mistake: an assignment is an error at the policy's line."""
+"""Base of objects that policies may read but not change: assigning to an attribute is an error at the policy's line."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Reservation(NamedTuple):
 
     Attributes:
         memory: the memory's name.
-        what: the claimant, as in the message "... needs N bytes".
+        what: the user of the bytes in words, the subject of the message "... needs N bytes".
         nbytes: the bytes taken.
         content: the kind of contents: weights, KV cache or buffers.
         parts: the equal parts that the bytes consist of; None if they have none.
@@ -138,10 +138,10 @@ class KVPlan(NamedTuple):
 
 
 class Reservations(ReadOnly):
-    """Computes the reservations that a plan's declarations need: the bytes, and the memory that holds them.
+    """Computes the reservations that a plan's declarations need, in bytes of each memory.
 
     Args:
-        machine: with one accelerator listed for each stage.
+        machine: the machine, with one accelerator listed for each stage.
         chunks: the micro-batches of prefill, by number.
         operations: sizes of the model's data.
         stages: the layers of each stage of a pipeline; a single stage without a pipeline.
@@ -215,7 +215,7 @@ class Reservations(ReadOnly):
 
     @cached_property
     def _layer_caches(self) -> tuple[int, ...]:
-        """For each micro-batch, the bytes that the largest KV cache of any layer has at the end of the generation."""
+        """For each micro-batch, the bytes of its largest layer's KV cache at the end of the generation."""
         batch, kinds = self._batch, self._operations.kinds.values()
         longest = map(batch.unshared_at_end, batch.micro_batches)
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
@@ -261,7 +261,7 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """Yield reservations for KV caches, and on accelerators for one layer of the host's cache of cut prompts."""
+        """Yield reservations for KV caches and, for chunked prompts cached on the host, a layer on accelerators."""
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)
             chosen = [number for numbers in groups.values() for number in numbers]
@@ -348,8 +348,7 @@ def held_alike(kv_roles: Sequence[Sequence[Role | None]], role: Role) -> dict[tu
     kv_roles: by micro-batch, then by layer, the memory that holds the cache.
 
     Returns:
-        for each set of layers, as a tuple, the numbers of the micro-batches of which the memory holds just these
-        layers.
+        for each tuple of layers, the numbers of the micro-batches whose cache the memory holds in exactly these layers.
     """
     of_roles: dict[Sequence[Role | None], list[int]] = {}
     for number, roles in enumerate(kv_roles):

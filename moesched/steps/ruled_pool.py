@@ -13,7 +13,7 @@ from moesched.steps.memory import Memory, Pool, Replacement, Slot
 
 
 class RuledPool(Pool):
-    """Page slots in which an `Eviction` chooses the page to be replaced.
+    """A pool of page slots, in which an `Eviction` chooses the page to be replaced.
 
     Args:
         rule: an `Eviction` object that no other pool has, or a class of such objects. The other arguments are as in

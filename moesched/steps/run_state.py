@@ -43,8 +43,8 @@ class RunState:
         kv_slots: the buffers that `load_kv` fills, of all stages.
         free_activations: free blocks of activations, one for each micro-batch that may be within a layer in prefill,
             where the plan limits these.
-        stride: the progress that a micro-batch makes in a step.
-        previews: compares forecasts of the router with its choices.
+        stride: the number by which a micro-batch's progress grows in each step.
+        previews: compares forecasts of the router's choices with the choices.
         submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
     """
 
@@ -92,7 +92,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """Return the micro-batch with this number in tasks, which count first the ones of decode, then of prefill."""
+        """Return the micro-batch with this number in tasks: micro-batches of decode come first, then of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -134,7 +134,7 @@ class RunState:
         batch.begin(starts, (1,) * len(starts))
 
     def end_step(self) -> None:
-        """Note the end of a step: from now on, micro-batches with complete prompts decode, with one more token each."""
+        """Note the end of a step: micro-batches with complete prompts now decode, one more token per request."""
         through = [batch.whole for batch in self.present if batch.chunk is None or batch.chunk.last]
         for batch in through:
             batch.generated += 1
@@ -226,7 +226,7 @@ class RunState:
                 views.open.clear()
 
     def _bring(self, page: Page, slot: Slot, verb: str) -> PageTransfer:
-        """Submit the transfer of a page to a slot from where weights come from; `verb` is "load" or "fetch"."""
+        """Submit the transfer of a page to a slot from the weights' memory; `verb` is "load" or "fetch"."""
         lane, work = self.works.move(self.plan.machine.roles.weights, slot.memory, page.nbytes)
         task = PageTransfer(lane, work, verb, page.layer, -1, page.expert, pages=(page,), slots=(slot,))
         return self.engine.submit(task, (), (slot,))

@@ -64,7 +64,7 @@ class SplitVerbs:
         return part_of(task, Kernel, task.lane, work, verb, task.operands)
 
     def _work(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
-        """Make the work of a part of a verb, on as many rows as the verb's own work, in the same kind of layer.
+        """Make the `Work` of one task of a split verb, with the rows and the kind of layer of the verb's own task.
 
         Args:
             kind: the part's kind of operation.

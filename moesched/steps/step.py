@@ -89,7 +89,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         return sum(batch.tokens) if batch.phase == "prefill" else batch.works["embed"].tokens
 
     def goes_on(self, micro_batch: int) -> bool:
-        """Test whether a micro-batch of prefill is a chunk that continues the micro-batch before it."""
+        """Test whether a micro-batch of prefill is a chunk that continues the prompts of the micro-batch before it."""
         return self._present("goes_on", micro_batch).before is not None
 
     def embed(self, micro_batch: int) -> Task:

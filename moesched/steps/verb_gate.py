@@ -1,4 +1,4 @@
-"""The gate of a step's verbs: when a policy may call them, and on which thread."""
+"""Decides when, and on which thread, a policy may call the verbs of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of the weights that a kernel reads: the slots of several pages, which tasks read as one block."""
+"""Views of weights: the slots of several pages, which a kernel's task reads as if they were one block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The works of a run's tasks: the FLOPs and bytes that each demands. Tasks with equal demands share one `Work`."""
+"""Makes the `Work` objects of a run's tasks: FLOPs and bytes. Tasks with equal demands share one object."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the expected nanoseconds of a work, from the virtual clock or else from the machine's cost model."""
+        """Return the expected nanoseconds of a task with this work, by virtual clock or machine's cost model."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)
@@ -119,7 +119,7 @@ class Works:
         batch.enter(self._stages[0], self.kind_of[0])
 
     def _of_kind(self, batch: MicroBatch, stage: PipelineStage, number: int) -> dict[str, Work]:
-        """Make, by verb, a micro-batch's works in the kind of layer `number` that are alike in all steps of a phase."""
+        """Make a micro-batch's works, by verb, in layers of the kind `number`: those equal in all steps of a phase."""
         plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
         if batch.phase == "prefill":

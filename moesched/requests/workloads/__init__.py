@@ -146,7 +146,7 @@ def _quantile(share: float, largest: int, slope: float) -> float:
     """Return the quantile `share`, from 0 to 1, of an exponential distribution truncated to [1, `largest`].
 
     Args:
-        slope: the density falls by a factor of e ** slope from one end to the other.
+        slope: logarithm of the factor by which the density falls from one end to the other.
     """
     if abs(slope) < 1e-9:
         return 1 + (largest - 1) * share

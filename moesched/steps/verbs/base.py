@@ -214,7 +214,7 @@ class Verbs(StepFacts):
         return views.show(key, self._state.engine)
 
     def _enter_layer(self, verb: Verb, batch: MicroBatch, layer: int) -> None:
-        """Have a micro-batch's next verbs use the works for this layer's kind of layer.
+        """Have a micro-batch's next verbs use the works for the kind of this layer.
 
         Raises:
             OutOfOrder: the micro-batch has been through all layers.
@@ -245,7 +245,7 @@ class Verbs(StepFacts):
         return f"step {self._number} {self._point(batch.progress)}{self._unsaved(batch)}"
 
     def _point(self, progress: int) -> str:
-        """Return a progress in words: the layer, and the micro-batch's state in it, such as "L3 routed"."""
+        """Return a progress in words: the layer, and the micro-batch's state in that layer, such as "L3 routed"."""
         layer, within = divmod(progress, STRIDE)
         return f"L{layer} {PROGRESS[within]}"
 

@@ -85,7 +85,7 @@ def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: rang
 
 
 def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
-    """Check that no rows of a pending expert have run.
+    """Check that no rows of an expert have run in a micro-batch; the expert has yet to run there.
 
     Raises:
         OutOfOrder: some rows have run.

@@ -271,7 +271,7 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an expert's output on the host, for `load_routed` to copy, or on one memory for `combine` to read."""
+        """Note an expert's output on the host, for `load_routed` or, in a memory shared by both, for `combine`."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:

@@ -1,4 +1,4 @@
-"""Questions of a policy about time: has a page arrived, when will a task end, when will a lane be idle?"""
+"""Answers a policy's questions about time: has a page arrived, when will a task end, when will a lane be idle?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moesched.tasks import DONE, Task
 
 
 class Outlook(Verbs):
-    """Questions about time, which submit nothing and need `Plan.request_times`.
+    """Methods that answer questions about time; they submit no task, and need `Plan.request_times`.
 
     Schedules that depend on the answers differ from run to run. Expected times come from the machine's cost model:
     for the tasks submitted so far, in the order in which their lanes take them, each as fast as if it were alone. On

@@ -61,12 +61,12 @@ class Verb:
         task: the type of its task.
         reads, writes: the data of its task, by the names of `Blocks`. Names that `Blocks` lacks are blocks that the
             verb's method adds.
-        when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; "earlier": at
-            that progress, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and
-            values wait to be moved to the host.
+        when: when the verb is allowed: "exactly" at the progress `needs`; "until" it, from the start of the step;
+            "earlier": there, or in the same state of an earlier layer; "unsaved": after it, while keys and values wait
+            to be moved to the host.
         saved: whether the verb is refused while keys and values wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None for a verb that such nodes lack.
-        grows: whether its work differs from step to step, as the KV cache grows.
+        grows: whether the work of its task grows from step to step with the KV cache.
         in_layer: whether it belongs to a layer.
         number: its index in `VERBS`.
         moves: whether it changes the micro-batch's progress.
@@ -274,9 +274,9 @@ VERBS = (
 
 
 def paths() -> Iterator[list[Verb]]:
-    """Yield the paths of a micro-batch through a step, cut where paths meet or part.
+    """Yield the sections of a micro-batch's paths through a step; sections end where paths meet or part.
 
-    Each path is a list of verbs that change the progress, in order.
+    Each section is a list of verbs that change the progress, in order.
     """
     moving = [verb for verb in VERBS if verb.moves]
     starts = [verb.needs for verb in moving]
