@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import psutil
+
 PATIENCE_SECONDS = 100.0
 """Below pytest's own limit, so that a test which waits in vain says for what."""
 
@@ -17,3 +19,13 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not in {PATIENCE_SECONDS:g} s"
         pause.wait(0.002)
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process has ended, whether or not its parent has noticed."""
+    wait_until(lambda: not is_alive(pid), f"the end of process {pid}")
+
+
+def is_alive(pid: int) -> bool:
+    """Test whether a process exists and has not ended."""
+    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from moesched.inputs.chat_template import ChatTemplate, find_chat_template
 from moesched.server.template_worker import Renderer, answer, serve
 from moesched.server.templates import ModelTemplate
 from moesched.system.own_loop import run_on_own_loop
+from patience import wait_for_end
 
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "  Be brief.\n"},
@@ -115,7 +115,7 @@ def test_a_process_that_was_killed_while_it_was_idle_is_started_again() -> None:
         await template.start()
         [worker] = {*psutil.Process().children()} - before
         worker.kill()
-        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        wait_for_end(worker.pid)
         for _ in range(200):  # until the event loop has seen it
             await asyncio.sleep(0)
         try:

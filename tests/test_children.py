@@ -13,7 +13,7 @@ import pytest
 
 import moesched
 from forked_commands import ForkedCommand
-from patience import PATIENCE_SECONDS, wait_until
+from patience import PATIENCE_SECONDS, wait_for_end, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +28,6 @@ WAITS = "from moesched.system.children import end_with_parent; end_with_parent()
 STARTS_SLOWLY = f"import time; time.sleep(0.5); {WAITS}"
 
 
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-
-
 @pytest.mark.parametrize("child", [WAITS, STARTS_SLOWLY], ids=["that runs", "that starts"])
 @pytest.mark.parametrize("end", ["killed", "done"])
 def test_a_child_ends_with_its_parent(child: str, end: str) -> None:
@@ -42,7 +38,7 @@ def test_a_child_ends_with_its_parent(child: str, end: str) -> None:
         pid = int(parent.stdout.readline())
         if end == "killed":
             parent.kill()
-    wait_until(lambda: not is_alive(pid), f"the end of process {pid}")
+    wait_for_end(pid)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
@@ -54,7 +50,7 @@ def test_a_stopped_child_ends_with_its_parent() -> None:
         wait_until(lambda: psutil.Process(pid).num_threads() > 1, "the thread that watches the parent")
         os.kill(pid, signal.SIGSTOP)
         parent.kill()
-    wait_until(lambda: not is_alive(pid), f"the end of process {pid}")
+    wait_for_end(pid)
 
 
 # -- `moesched run --local`: real processes, of which none outlives the command --------------------------------------
