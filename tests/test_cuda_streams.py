@@ -145,7 +145,7 @@ def test_times_of_ten_minutes_follow_a_clock_that_drifts() -> None:
         last = 0
         for _ in range(6000):
             now[0] += PERIOD // 10
-            zero, event = times.zero(), module.Event(enable_timing=True)
+            zero, event = times.zero(clock()), module.Event(enable_timing=True)
             event.record(stream)
             event.synchronize()
             found = times.reckoned(times.on_device(event, zero))

@@ -84,8 +84,9 @@ class CudaStreams:
                 issued = self._issued[other.lane.name].get(other.id)
                 if issued is not None and other.lane is not task.lane:  # otherwise it has ended, or is ahead
                     stream.wait_event(issued.end)
-            issued = CudaTask(self, lane, task.id, self._event(), self._event(), self._clock.zero())
-            issued.issued_at = self._host_clock()
+            now = self._host_clock()
+            issued = CudaTask(self, lane, task.id, self._event(), self._event(), self._clock.zero(now))
+            issued.issued_at = now
             issued.start.record(stream)
             self._issued[lane][task.id] = issued
         with self._module.stream(stream):

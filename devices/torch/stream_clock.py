@@ -68,11 +68,16 @@ class StreamClock:
         self._zeros = [Zero(event, 0.0, read, 1.0, read)]
         self._reported: list[tuple[float, int]] = [(-inf, 0)]
 
-    def zero(self) -> Zero:
-        """Return the event from which the times of a task issued now are measured; a new event after each second."""
-        if self._clock() - self._zeros[-1].read > PERIOD:
-            self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
-        return self._zeros[-1]
+    def zero(self, now: int) -> Zero:
+        """Return the event from which the times of a task issued at `now` are measured; a new event after each second.
+
+        now: the host's time in nanoseconds.
+        """
+        last = self._zeros[-1]
+        if now - last.read > PERIOD:
+            last = self._following(last)
+            self._zeros = [*self._zeros[-KEPT + 1 :], last]
+        return last
 
     def on_device(self, event: Any, zero: Zero) -> float:
         """Return the time of an event on the device's clock, in nanoseconds since the first zero.

@@ -381,7 +381,8 @@ class StreamRunner:
         batch = []
         while self._running:
             batch.append(self._running.popleft())
-            if _host_needs(batch[-1][0]):
+            task = batch[-1][0]
+            if task.waiter is not None or task.followers:
                 break
         return batch
 
@@ -390,12 +391,10 @@ class StreamRunner:
         running = self._running
         if self._lane.running is None or len(running) >= ENDS_TOGETHER:
             return bool(running)
-        return any(_host_needs(task) for task, _ in running)
-
-
-def _host_needs(task: Task) -> bool:
-    """Test whether a policy or a task outside the device waits for a task that was issued."""
-    return task.waiter is not None or bool(task.followers)
+        for task, _ in running:
+            if task.waiter is not None or task.followers:
+                return True
+        return False
 
 
 def _error_of_waiting(issued: Issued) -> BaseException | None:
