@@ -391,10 +391,7 @@ class StreamRunner:
         running = self._running
         if self._lane.running is None or len(running) >= ENDS_TOGETHER:
             return bool(running)
-        for task, _ in running:
-            if task.waiter is not None or task.followers:
-                return True
-        return False
+        return any(task.waiter is not None or task.followers for task, _ in running)
 
 
 def _error_of_waiting(issued: Issued) -> BaseException | None:
