@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -242,7 +242,6 @@ def make_report(
     measured: bool,
     interrupted: bool = False,
     failure: str | None = None,
-    emulation: Emulation | None = None,
     peers: Sequence[Plan] = (),
 ) -> Report:
     """Make the report of a run.
@@ -254,7 +253,6 @@ def make_report(
         measured: whether the run was on hardware; else it is a prediction.
         interrupted: whether Ctrl-C or a signal ended the run.
         failure: the reason for an early end; None for none.
-        emulation: quality of the emulation; None on real hardware and for a prediction.
         peers: the plans of the other ranks or nodes.
     """
     loaded = outcome.loaded / 1e9
@@ -279,19 +277,11 @@ def make_report(
         decode_tokens_per_second=_rate(decoded, last - first),
         throughput_tokens_per_second=_rate(sum(counts), last - loaded),
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
-        peak_bytes={
-            memory.name: bytes_of_all_ranks(
-                plan, memory, max(each.memories[memory.name].peak for each in (plan, *peers))
-            )
-            for memory in plan.memories.values()
-        },
+        peak_bytes=_peak_bytes(plan, peers),
         tensor_parallel=plan.layout.config.ranks,
         nodes=plan.nodes.count,
         process_bytes=process_bytes_of(plan, measured=measured),
-        lanes={
-            name: LaneUse(nanoseconds / 1e9, min(1.0, _rate(nanoseconds / 1e9, last - loaded)))
-            for name, nanoseconds in outcome.busy.items()
-        },
+        lanes=_lane_uses(outcome.busy, last - loaded),
         tasks=outcome.tasks,
         wall_seconds=wall_seconds,
         between_tokens_seconds=mean_of_known(times.between_tokens_seconds),
@@ -303,11 +293,7 @@ def make_report(
         scores=(outcome.scores or None) if measured else None,
         interrupted=interrupted,
         failure=failure,
-        emulation=emulation,
-        pools=[
-            PoolUse(pool.name, pool.memory.name, len(pool.slots), *counts_of(pool).now())
-            for pool in plan.weights.pools
-        ],
+        pools=_pool_uses(plan),
         previews=[use_of(PreviewUse, each, ahead) for ahead, each in sorted(outcome.previews.items())],
         forecasts=[use_of(ForecastUse, each, *key) for key, each in sorted(outcome.forecasts.items())],
     )
@@ -319,6 +305,32 @@ def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
     An accelerator's memory counts for one rank, as each rank has its own; the ranks share all other memories.
     """
     return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
+
+
+def _peak_bytes(plan: Plan, peers: Sequence[Plan]) -> dict[str, int]:
+    """Return the peak of each memory in all plans, in bytes of all ranks."""
+    return {
+        memory.name: bytes_of_all_ranks(
+            plan, memory, max(each.memories[memory.name].peak for each in (plan, *peers))
+        )
+        for memory in plan.memories.values()
+    }
+
+
+def _lane_uses(busy: Mapping[str, int], seconds: float) -> dict[str, LaneUse]:
+    """Return the use of each lane in a period of `seconds`, given the nanoseconds that it was busy."""
+    return {
+        name: LaneUse(nanoseconds / 1e9, min(1.0, _rate(nanoseconds / 1e9, seconds)))
+        for name, nanoseconds in busy.items()
+    }
+
+
+def _pool_uses(plan: Plan) -> list[PoolUse]:
+    """Return the use of each of a plan's pools."""
+    return [
+        PoolUse(pool.name, pool.memory.name, len(pool.slots), *counts_of(pool).now())
+        for pool in plan.weights.pools
+    ]
 
 
 def _plan_report(plan: Plan) -> PlanReport:
