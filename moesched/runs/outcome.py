@@ -232,6 +232,31 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     weights_home: WeightsHome | None = None
     kernels: dict[str, list[str]] = {}
 
+    @property
+    def figures(self) -> str:
+        """Kind of the report's figures: "measured", "emulated" or "predicted"."""
+        if self.emulation is not None:
+            return "emulated"
+        return "measured" if self.measured else "predicted"
+
+    @property
+    def title(self) -> str:
+        """Title of the report: policy, model, machine, and kind of figures."""
+        return f"{self.policy} on {self.model}, {self.figures} on {self.place}"
+
+    @property
+    def place(self) -> str:
+        """The machine, with its number of nodes or accelerators if several, and the slow-down if it was emulated."""
+        count = self.tensor_parallel
+        machine = self.machine if count == 1 else f"{self.machine}, cut over {count} accelerators"
+        if self.nodes > 1:
+            machine = f"{self.nodes} nodes of {self.machine}"
+        if self.emulation is None:
+            return machine
+        prefill, decode = self.emulation.dilation.prefill, self.emulation.dilation.decode
+        by = f"{decode:g}" if prefill == decode else f"{prefill:g} in prefill, {decode:g} in decode"
+        return f"{machine} (emulated, time dilated by {by})"
+
 
 def make_report(
     plan: Plan,
