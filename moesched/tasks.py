@@ -185,6 +185,28 @@ class RowRange(NamedTuple):
     stop: int
 
 
+class Demand(NamedTuple):
+    """The time and the resources that one task needs on the machine.
+
+    Attributes:
+        seconds: the task's time alone on the machine.
+        shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
+            decimals, so that similar tasks have equal shares.
+        sort: sort of task, for which slowdowns were measured; empty if none were.
+        slowed: pairs (sorts of the tasks beside this one, joined by `at_once`; this task's speed beside them, relative
+            to alone).
+        lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
+        fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
+    """
+
+    seconds: float
+    shares: tuple[tuple[str, float], ...]
+    sort: str = ""
+    slowed: tuple[tuple[str, float], ...] = ()
+    lead: float = 0.0
+    fixed: float = 0.0
+
+
 class Work(msgspec.Struct, eq=False):
     """A task's demands on the machine: one object for all tasks of the same kind and size in a step.
 
@@ -199,7 +221,7 @@ class Work(msgspec.Struct, eq=False):
         joins: whether the work is part of a call that an earlier task began, so that it starts no kernels.
         nanoseconds: the task's time alone on the machine; -1 until the virtual driver computes it.
         lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.
-        demand: the shares of resources that the task uses (a `Demand`); None until the virtual driver computes it.
+        demand: the time and the resources that the task needs; None until the virtual driver computes it.
     """
 
     kind: str
@@ -212,7 +234,7 @@ class Work(msgspec.Struct, eq=False):
     joins: bool = False
     nanoseconds: int = -1
     lead: int = 0
-    demand: Any = None
+    demand: Demand | None = None
 
 
 class DeviceEdges:

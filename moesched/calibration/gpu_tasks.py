@@ -13,7 +13,7 @@ from moesched.calibration.gpu_probe import CPU, GPU, HOST, PINNED
 from moesched.calibration.task_times import LEAST_SECONDS, Source, TaskTimes, point
 from moesched.machines import FEW_ROWS, MANY_ROWS, CostPoint
 from moesched.machines.calibrated import ATTENTIONS, CACHE_WRITING, DISPATCH
-from moesched.machines.demand import at_once
+from moesched.machines.cost_model import at_once
 from moesched.machines.gpu_cost import calls
 from moesched.machines.machine import ATTENTION, CACHE_WRITE
 from moesched.tasks import Task, Work

@@ -14,7 +14,7 @@ from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
 from moesched.machines.calibrated import DISPATCH, HOP, ROUTE_WITHIN, sort_of
-from moesched.machines.demand import at_once
+from moesched.machines.cost_model import at_once
 from moesched.models.config import DType, ModelConfig
 from moesched.tasks import PageTransfer, Task, Work, WorkPart
 

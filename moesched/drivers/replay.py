@@ -18,7 +18,7 @@ import msgspec
 from moesched.drivers.capture import Price, Sized, StepGraph, capture
 from moesched.drivers.in_order import play_in_order
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.seams import Policy
 from moesched.steps.run_state import RunState
 from moesched.tasks import CLASS_SHIFT, DONE, Lane, Task, Work

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil, inf, prod
 
-from moesched.machines.demand import Demand, at_once
-from moesched.tasks import Work
+from moesched.machines.cost_model import at_once
+from moesched.tasks import Demand, Work
 
 IDLE = -1
 
@@ -119,6 +119,7 @@ class Shared:
         try:
             kind = self._kinds[work]
         except KeyError:
+            assert work.demand is not None
             kind = self._kinds[work] = self._kind(work.demand)
         self._ends[lane] = self.now + (work.nanoseconds + longer) / self._rated.rates[lane]
         started = self._mix.started[lane]

@@ -7,14 +7,13 @@ task takes the time to start and the time to run, added up.
 from __future__ import annotations
 
 from moesched.machines.calibrated import CACHE_WRITING, DISPATCH, sort_of
-from moesched.machines.demand import Demand
 from moesched.machines.launches import EXPERTS, is_product
 from moesched.machines.machine import ATTENTION, ATTENTION_CALLS, CACHE_WRITE, CostPoint, Machine
 from moesched.machines.product_times import PRODUCT, CodedCosts
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
-from moesched.tasks import Work
+from moesched.tasks import Demand, Work
 
 CALLS = (*EXPERTS, "attention call", "attention prompt")
 """Operations of which a task may make any number of calls."""

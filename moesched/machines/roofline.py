@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moesched.errors import BadInput
-from moesched.machines.demand import Demand
 from moesched.machines.kernel_times import KernelTimes
 from moesched.machines.machine import INTERCONNECT, Link, Machine, Processor
 from moesched.machines.networks import NETWORK
 from moesched.machines.sustained import Levels, copies_of, is_rated, sustained_share, usable_share
-from moesched.tasks import Work
+from moesched.tasks import Demand, Work
 
 NO_LEVELS: Levels = {}
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from moesched.dispatch.kv_placement import evenly
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.planner.few_layers import probed
 from moesched.planner.joint_experts import runs_experts_jointly
 from moesched.planner.setting import UNLIMITED, Setting

@@ -11,7 +11,7 @@ from moesched.drivers.replay import ReplayObserver, replay_run
 from moesched.errors import BadInput
 from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.machines.cost import cost_model
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.assembly import assemble

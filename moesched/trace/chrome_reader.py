@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.machines.demand import Demand
 from moesched.steps.pool_counts import Counted
 from moesched.system.cells import html_of
 from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
 from moesched.system.input_file import read_input
 from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import shown
+from moesched.tasks import Demand
 from moesched.trace.chrome_writer import (
     CANCELLED,
     CRITICAL_PID,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moesched.engine import Engine
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.steps.memory import Pool
 from moesched.tasks import Lane, PageTransfer, Task
 from moesched.trace.recorded_tasks import HasPeak, RankRecord, costs_of, predictions_of, record
