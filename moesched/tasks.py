@@ -192,16 +192,16 @@ class Demand(NamedTuple):
         seconds: the task's time alone on the machine.
         shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
             decimals, so that similar tasks have equal shares.
-        sort: sort of task, for which slowdowns were measured; empty if none were.
-        slowed: pairs (sorts of the tasks beside this one, joined by `at_once`; this task's speed beside them, relative
-            to alone).
+        work_class: the task's class among those whose slowdowns were measured; empty for none.
+        slowed: pairs (classes of the tasks beside this one, joined by `at_once`; this task's speed beside them,
+            relative to alone).
         lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
 
     seconds: float
     shares: tuple[tuple[str, float], ...]
-    sort: str = ""
+    work_class: str = ""
     slowed: tuple[tuple[str, float], ...] = ()
     lead: float = 0.0
     fixed: float = 0.0

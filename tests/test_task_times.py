@@ -181,7 +181,7 @@ def test_products_of_few_rows_and_of_many_are_of_different_sorts() -> None:
     assert times.rates(FEW, many) == {("attention", "many rows"): pytest.approx(0.8)}
 
 
-def test_attention_over_sequences_of_several_lengths_is_of_a_sort_of_its_own() -> None:
+def test_attention_over_sequences_of_several_lengths_is_a_class_of_work_of_its_own() -> None:
     times = TaskTimes()
     one, several = task("attention", 0, 1), task("attention", 1, 2, step=2)
     work = OPERATIONS.attention_step([4, 5, 6])

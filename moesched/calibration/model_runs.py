@@ -136,13 +136,15 @@ def run_exercise(
     return finished.tasks
 
 
-def _counts(mode: Mode, sort: str, beside: str) -> bool:
-    """Test whether runs in a mode are used to measure the speed of a sort of work beside other sorts.
+def _counts(mode: Mode, work_class: str, beside: str) -> bool:
+    """Test whether runs in a mode are used to measure the speed of a class of work beside other classes.
 
     A read slows a kernel that has just waited for its weights more than a kernel among many in a row. Kernels wait for
     weights that stream, so only STREAMING counts for kernels beside reads.
     """
     if mode is Mode.ATTENDING:
-        return not (sort in (FEW_ROWS, MANY_ROWS) and beside == DISK)
+        return not (work_class in (FEW_ROWS, MANY_ROWS) and beside == DISK)
     attention_runs_beside_little = mode is Mode.SHARING
-    return not (attention_runs_beside_little and {ATTENTION, ATTENTION_CALLS} & {sort, *beside.split(" + ")})
+    return not (
+        attention_runs_beside_little and {ATTENTION, ATTENTION_CALLS} & {work_class, *beside.split(" + ")}
+    )

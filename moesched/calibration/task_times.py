@@ -13,7 +13,7 @@ import numpy as np
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
-from moesched.machines.calibrated import DISPATCH, HOP, ROUTE_WITHIN, sort_of
+from moesched.machines.calibrated import DISPATCH, HOP, ROUTE_WITHIN, work_class_of
 from moesched.machines.cost_model import at_once
 from moesched.models.config import DType, ModelConfig
 from moesched.tasks import PageTransfer, Task, Work, WorkPart
@@ -174,31 +174,33 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def speeds(self) -> dict[str, list[float]]:
-        """Return the speeds of tasks in all runs, by sort of work, each relative to the median speed of equal tasks."""
+        """Return the speeds of tasks in all runs, by class of work, relative to the median speed of equal tasks."""
         found: dict[str, list[float]] = {}
         for group, times in self._times.items():
             middle = median(times)
-            found.setdefault(sort_of(self._works[group]), []).extend(middle / each for each in times if each)
+            found.setdefault(work_class_of(self._works[group]), []).extend(
+                middle / each for each in times if each
+            )
         return found
 
     def rates(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return speeds of a run's tasks beside others, relative to running alone, by (sort of work, sorts beside it).
+        """Return speeds of a run's tasks beside others, relative to running alone, by (class, classes beside it).
 
         Args:
             fresh: whether the tasks are compared with tasks alone on just fetched weights (see `observed`).
         """
         return {
-            (sort, others): rate
-            for sort, group in self.observed(source, tasks, fresh=fresh).items()
+            (work_class, others): rate
+            for work_class, group in self.observed(source, tasks, fresh=fresh).items()
             for others, rate in rates_beside(group).items()
         }
 
     def observed(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[str, list[Observed]]:
-        """Return the tasks of a run that ran beside other tasks, by sort of work.
+        """Return the tasks of a run that ran beside other tasks, by class of work.
 
         Prefill is left out: the first task of a size may take longer even alone.
 
@@ -211,7 +213,7 @@ class TaskTimes:
             alone = self._alone.get(_key(source, task, fresh=fresh))
             if alone is not None and task.phase == "decode":
                 each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
-                observed.setdefault(sort_of(task.work), []).append(each)
+                observed.setdefault(work_class_of(task.work), []).append(each)
         return observed
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
@@ -327,7 +329,7 @@ def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
 
 
 def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
-    """Return the seconds of a task during which other lanes were busy, by the mix of sorts of work on those lanes."""
+    """Return the seconds of a task during which other lanes were busy, by the mix of classes of work on those lanes."""
     others = [
         each
         for each in tasks
@@ -336,9 +338,9 @@ def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
     changes = {task.start, task.end, *(each.start for each in others), *(each.end for each in others)}
     seconds: dict[str, float] = {}
     for start, end in pairwise(sorted(each for each in changes if task.start <= each <= task.end)):
-        sorts = [sort_of(each.work) for each in others if each.start <= start and each.end >= end]
-        if sorts:
-            seconds[at_once(sorts)] = seconds.get(at_once(sorts), 0.0) + (end - start) / 1e9
+        classes = [work_class_of(each.work) for each in others if each.start <= start and each.end >= end]
+        if classes:
+            seconds[at_once(classes)] = seconds.get(at_once(classes), 0.0) + (end - start) / 1e9
     return seconds
 
 

@@ -8,9 +8,9 @@ from typing import Protocol
 from moesched.tasks import Demand, Work
 
 
-def at_once(sorts: Iterable[str]) -> str:
-    """Return the name of a set of sorts of task that run at once: the sorts in alphabetical order, joined by " + "."""
-    return " + ".join(sorted(sorts))
+def at_once(classes: Iterable[str]) -> str:
+    """Return the name of a set of classes of work at once: the classes in alphabetical order, joined by " + "."""
+    return " + ".join(sorted(classes))
 
 
 class CostModel(Protocol):

@@ -82,7 +82,7 @@ class Roofline:
         alone = _demand(seconds, link.latency, ((link.lane, seconds), *ends))
         name = f"{link.source}->{link.destination}"
         slowed = self._slowed.get(name)
-        return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
+        return alone._replace(work_class=name, slowed=tuple(slowed)) if slowed else alone
 
     def _modules(self, memory: str) -> str:
         """Return the name of the memory whose bandwidth is used by copies from or to a memory.
@@ -97,10 +97,10 @@ class Roofline:
 
 
 def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
-    """Return the measured speeds of each sort of work beside others.
+    """Return the measured speeds of each class of work beside others.
 
     Returns:
-        For each sort, pairs (sorts that run beside this sort; this sort's speed, relative to running alone).
+        For each class, pairs (classes that run beside this class; this class's speed, relative to running alone).
     """
     found: dict[str, list[tuple[str, float]]] = {}
     for pair in machine.contention:

@@ -104,7 +104,7 @@ class CostEntry(NamedTuple):
     nbytes: float
     seconds: float
     shares: tuple[tuple[str, float], ...]
-    sort: str
+    work_class: str
     slowed: tuple[tuple[str, float], ...]
     lead: float
     fixed: float
