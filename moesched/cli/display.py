@@ -18,7 +18,7 @@ from moesched.tasks import Task
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from moesched.drivers.replay import Timeline
+    from moesched.drivers.replay import ReplayedRun
 
 _log = Log(__name__)
 
@@ -240,8 +240,8 @@ class SimulationBar(Listener):
             self._samples += 1
             self._bar.update(self._samples)
 
-    def replayed(self, timeline: Timeline) -> None:
-        """Complete the bar, since the batch that `timeline` records is done."""
+    def replayed(self, run: ReplayedRun) -> None:
+        """Complete the bar, since the batch of `run` is done."""
         self._bar.update(self._all)
 
     def estimating(self, done: int, total: int) -> None:

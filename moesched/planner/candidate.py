@@ -14,7 +14,7 @@ from moesched.planner.climb import Climb, point_of
 from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
-from moesched.planner.traits import SizeOption, SizeProbe, TraitProbe, Traits
+from moesched.planner.traits import SizeOption, SizeProbe, TraitProbe
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
