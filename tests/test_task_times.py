@@ -11,7 +11,7 @@ from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.extent import (
     small_model,
 )
-from moesched.calibration.task_times import Source, TaskTimes
+from moesched.calibration.task_times import RunKey, TaskTimes
 from moesched.machines import (
     CostPoint,
 )
@@ -20,7 +20,7 @@ from moesched.models.tensor_sizes import ResidentShare
 from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work, WorkPart
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, head_dim=8, vocabulary=64)
-FEW = Source(MODEL, "bfloat16", 0)
+FEW = RunKey(MODEL, "bfloat16", 0)
 OPERATIONS = Operations(MODEL, "bfloat16", ResidentShare(0.5, 0.5))
 ACCELERATOR, HOST, DISK = Lane("accelerator"), Lane("host"), Lane("disk->host")
 _numbers = count()

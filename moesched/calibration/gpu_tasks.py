@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.gpu_probe import CPU, GPU, HOST, PINNED
-from moesched.calibration.task_times import LEAST_SECONDS, Source, TaskTimes, point
+from moesched.calibration.task_times import LEAST_SECONDS, RunKey, TaskTimes, point
 from moesched.machines import FEW_ROWS, MANY_ROWS, CostPoint
 from moesched.machines.calibrated import ATTENTIONS, CACHE_WRITING, DISPATCH
 from moesched.machines.cost_model import at_once
@@ -53,20 +53,20 @@ class GpuTasks:
         self._runs: list[dict[Alike, list[Timed]]] = []
         self._alone = TaskTimes()
 
-    def add(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add the tasks of a run of `source` in which no task ran beside copies of pages."""
+    def add(self, run: RunKey, tasks: Sequence[Task]) -> None:
+        """Add the tasks of a run in which no task ran beside copies of pages."""
         alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
             key = Alike(work.resource, work.kind, task.micro_batch, task.phase == "prefill", calls(work))
             alike.setdefault(key, []).append(Timed(work, (task.end - task.start) / 1e9))
         self._runs.append(alike)
-        self._alone.add(source, [task for task in tasks if _is_timed_beside(task)])
+        self._alone.add(run, [task for task in tasks if _is_timed_beside(task)])
 
-    def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run of `source` in which copies of pages ran beside other tasks; pages may pass staging slots."""
+    def add_beside(self, run: RunKey, tasks: Sequence[Task]) -> None:
+        """Add a run in which copies of pages ran beside other tasks; pages may pass staging slots."""
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
-        for work_class, observed in self._alone.observed(source, _off_gpu(tasks)).items():
+        for work_class, observed in self._alone.observed(run, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]
             self._beside.setdefault((_page_locked(work_class), stages), []).extend(renamed)
 

@@ -60,7 +60,7 @@ class TaskKey(NamedTuple):
     expert: int
 
 
-class Source(NamedTuple):
+class RunKey(NamedTuple):
     """Identifies a run of a small model: the model, the dtype, and the index of the batch of prompts."""
 
     model: ModelConfig
@@ -78,34 +78,34 @@ class TaskTimes:
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
         self._moves: dict[WorkPart, list[float]] = {}
 
-    def add(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of `source` whose tasks ran one by one: their times are those of tasks alone, and of transfers."""
+    def add(self, run: RunKey, tasks: Iterable[Task]) -> None:
+        """Add a run whose tasks ran one by one: their times are those of tasks alone, and of transfers."""
         for task in tasks:
-            self._alone.setdefault(_key(source, task), []).append(_seconds(task))
-            if task.verb == "fetch" and source.dtype == source.model.dtype:  # otherwise a fetch converts, too
+            self._alone.setdefault(_key(run, task), []).append(_seconds(task))
+            if task.verb == "fetch" and run.dtype == run.model.dtype:  # otherwise a fetch converts, too
                 self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
 
-    def add_resident(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of `source` whose tasks ran one by one with all weights in memory.
+    def add_resident(self, run: RunKey, tasks: Iterable[Task]) -> None:
+        """Add a run whose tasks ran one by one with all weights in memory.
 
         Such runs are separate, since after a fetch every task is slower for a while: the processor has waited, and its
         caches have other data.
         """
-        self._add_means(source, tasks, resident=True)
+        self._add_means(run, tasks, resident=True)
 
-    def add_fresh(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of `source` in which weights were fetched for every micro-batch, as streaming policies do.
+    def add_fresh(self, run: RunKey, tasks: Iterable[Task]) -> None:
+        """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
 
         A task is slower on weights that were just fetched, and after the processor waited for them.
         """
         fetched = [task for task in tasks if task.layer == FETCHED_LAYER]
         for task in fetched:
-            self._alone.setdefault(_key(source, task, fresh=True), []).append(_seconds(task))
+            self._alone.setdefault(_key(run, task, fresh=True), []).append(_seconds(task))
         on_weights = (task for task in fetched if task.verb not in ("fetch", *WITHOUT_WEIGHTS))
-        self._add_means(source, on_weights, resident=False)
+        self._add_means(run, on_weights, resident=False)
 
-    def _add_means(self, source: Source, tasks: Iterable[Task], *, resident: bool) -> None:
-        """Add the mean seconds of each group of tasks of a run of `source`.
+    def _add_means(self, run: RunKey, tasks: Iterable[Task], *, resident: bool) -> None:
+        """Add the mean seconds of each group of tasks of a run.
 
         A group's first task, which binds kernels for the others, is left out.
 
@@ -114,7 +114,7 @@ class TaskTimes:
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
-            group = _group(source, task, resident=resident)
+            group = _group(run, task, resident=resident)
             times.setdefault(group, []).append(_seconds(task))
             self._works.setdefault(group, task.work)
         for group, seconds in times.items():
@@ -184,7 +184,7 @@ class TaskTimes:
         return found
 
     def rates(
-        self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
+        self, run: RunKey, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
         """Return speeds of a run's tasks beside others, relative to running alone, by (class, classes beside it).
 
@@ -193,12 +193,12 @@ class TaskTimes:
         """
         return {
             (work_class, others): rate
-            for work_class, group in self.observed(source, tasks, fresh=fresh).items()
+            for work_class, group in self.observed(run, tasks, fresh=fresh).items()
             for others, rate in rates_beside(group).items()
         }
 
     def observed(
-        self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
+        self, run: RunKey, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[str, list[Observed]]:
         """Return the tasks of a run that ran beside other tasks, by class of work.
 
@@ -210,7 +210,7 @@ class TaskTimes:
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:
-            alone = self._alone.get(_key(source, task, fresh=fresh))
+            alone = self._alone.get(_key(run, task, fresh=fresh))
             if alone is not None and task.phase == "decode":
                 each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
                 observed.setdefault(work_class_of(task.work), []).append(each)
@@ -309,8 +309,8 @@ def rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
-def _group(source: Source, task: Task, *, resident: bool) -> Group:
-    model, dtype, batch = source
+def _group(run: RunKey, task: Task, *, resident: bool) -> Group:
+    model, dtype, batch = run
     if task.verb == "run_expert":
         rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
         return Group(model.name, dtype, batch, task.verb, resident, rows, False)
@@ -319,8 +319,8 @@ def _group(source: Source, task: Task, *, resident: bool) -> Group:
     return Group(model.name, dtype, batch, task.verb, resident, task.micro_batch, task.phase == "prefill")
 
 
-def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
-    model, dtype, batch = source
+def _key(run: RunKey, task: Task, *, fresh: bool = False) -> TaskKey:
+    model, dtype, batch = run
     verb = "attention" if task.verb == "cpu_attention" else task.verb
     expert = task.expert
     if isinstance(task, PageTransfer) and task.pages:
