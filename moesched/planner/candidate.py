@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.planner.chunks import CHUNK, chunks_to_try, with_room
 from moesched.planner.climb import Climb, point_of
-from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk
+from moesched.planner.schedules import Schedule, SchedulePoint, Schedules, resident_of, with_chunk
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
 from moesched.planner.traits import SizeOption, SizeProbe, TraitProbe
@@ -124,7 +124,7 @@ class Candidate:
         shares = {0.0, resident, 1.0} if self.setting.searches_shares else {resident}
         return max(most_of(setting, traits, option, share) for share in shares)
 
-    def _tried(self, points: Iterable[Point]) -> list[Schedule]:
+    def _tried(self, points: Iterable[SchedulePoint]) -> list[Schedule]:
         """Simulate the sizes in `points` that fit; return their schedules, the highest rate first.
 
         Raises:
@@ -141,7 +141,7 @@ class Candidate:
             found.append(self._climb.start(first))
         return sorted(found, key=lambda schedule: schedule.rate, reverse=True)
 
-    def _large(self, counts: Sequence[int]) -> Iterator[Point]:
+    def _large(self, counts: Sequence[int]) -> Iterator[SchedulePoint]:
         """Yield sizes with the largest micro-batches that fit, one for each number of micro-batches in `counts`.
 
         Sizes with prompts in chunks follow if chunks let larger micro-batches fit.
@@ -158,7 +158,8 @@ class Candidate:
                 most = place
                 share = self._share or 0.0
                 yield from (
-                    Point(sizes[place - 1], count, resident_of(share, count), chunk) for count in counts
+                    SchedulePoint(sizes[place - 1], count, resident_of(share, count), chunk)
+                    for count in counts
                 )
 
     @property
@@ -178,7 +179,7 @@ class Candidate:
         setting = with_chunk(self.setting, chunk)
         return setting.fits(setting.batch(1, size), self._share)
 
-    def _edges(self) -> Iterator[Point]:
+    def _edges(self) -> Iterator[SchedulePoint]:
         """Yield sizes at the edges of the search, whose bounds are too low.
 
         Bounds ignore that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
