@@ -43,8 +43,8 @@ class Weights(KernelWeights[Any]):
             self._formats[operation.name] = known
         return known
 
-    def places(self) -> Hashable:
-        """Return the address and shape of each block, by name: equal results mean the same places in memory."""
+    def addresses(self) -> Hashable:
+        """Return the address and shape of each block, by name: equal results mean the same memory."""
         return tuple(
             (name, rows.data_ptr(), rows.shape)
             for name, blocks in self.items()
