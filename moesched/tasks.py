@@ -242,14 +242,14 @@ class DeviceEdges:
 
     Attributes:
         before: tasks on other streams of the device that the device runs before this task.
-        behind: followers of this task that the engine may start before its end, since the device makes them wait.
+        followers: followers of this task that the engine may start before its end, since the device makes them wait.
     """
 
-    __slots__ = ("before", "behind")
+    __slots__ = ("before", "followers")
 
     def __init__(self) -> None:
         self.before: list[Task] = []
-        self.behind: list[Task] = []
+        self.followers: list[Task] = []
 
 
 def _set_plainly(cls: type[S]) -> type[S]:

@@ -228,7 +228,7 @@ class _PricedSteps:
         if step.samples:
             run_state.begin_step()
             run_state.end_step()
-        works = {key: run_state.numbered(key[0]).works_at[0][key[2]][key[1]] for key in step.sized}
+        works = {key: run_state.micro_batch(key[0]).works_at[0][key[2]][key[1]] for key in step.sized}
         self.works.append(works)
         return step.nanoseconds(self._price, works)
 

@@ -202,7 +202,7 @@ class _HardwareRun:
             with ExitStack() as opened:
                 opened.enter_context(closed_at_end(self.rank_runs))
                 stop = partial(loop.call_soon_threadsafe, self._interrupt, running)
-                opened.enter_context(stopped_by(stop, self._insist))
+                opened.enter_context(stopped_by(stop, self._stop_policy))
                 for rank in reversed(self._ranks):  # here, so that Ctrl-C waits for it
                     rank.device.begin(rank.plan, prompts, sampling)
                 self.began = True
@@ -216,7 +216,7 @@ class _HardwareRun:
                     for rank in reversed(self._ranks):
                         closing.push_async_callback(rank.device.aclose)
 
-    def _insist(self) -> None:
+    def _stop_policy(self) -> None:
         """Raise `Stopped` in a policy that computes without awaiting anything and so keeps `_interrupt` waiting."""
         if self.began and not self.interrupted:
             _log.warning("interrupted in the policy", line=calling_line())

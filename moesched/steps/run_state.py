@@ -91,7 +91,7 @@ class RunState:
         """True if the plan limits the micro-batches within a layer in prefill."""
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
-    def numbered(self, number: int) -> MicroBatch:
+    def micro_batch(self, number: int) -> MicroBatch:
         """Return the micro-batch with this number in tasks: micro-batches of decode come first, then of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
