@@ -19,7 +19,7 @@ from ..products.crossover import ANY_ROWS, Shape, most_rows
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from ..products.team import Team
 from ..shared.arena import copy_placed_alike
-from ..shared.coded import Block, Coded
+from ..shared.coded import Block, CodedRows
 from ..shared.page_reader import DTYPES
 from .binder import Binder
 from .coded_rows import CODED_ROWS
@@ -174,7 +174,7 @@ class TorchKernels(Binder):
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
         """Copy the resident tensor `name` to a device, packed for oneDNN where that makes products faster."""
-        if isinstance(tensor, Coded):
+        if isinstance(tensor, CodedRows):
             return tensor.copied(device)
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
             packed = pack(tensor)

@@ -13,7 +13,7 @@ import torch
 from moesched.system.bound_call import bound_call
 from moesched.system.cores import affinity, usable_cores
 
-from ..shared.coded import Block, Coded, rows_of
+from ..shared.coded import Block, CodedRows, rows_of
 from .compiled import formats, instruction_sets, library
 
 Tensor = torch.Tensor
@@ -129,7 +129,7 @@ def matrix_of(blocks: Blocks) -> array[int]:
 
 
 def _format(block: Block) -> str:
-    return block.format.name if isinstance(block, Coded) else str(block.dtype).removeprefix("torch.")
+    return block.format.name if isinstance(block, CodedRows) else str(block.dtype).removeprefix("torch.")
 
 
 def numbers(count: int) -> array[int]:

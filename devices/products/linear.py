@@ -21,7 +21,7 @@ from .plain_weights import plain_linear
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
 NamedBlocks = dict[str, list[Any]]
-"""Tensors by name, each as a list of blocks; a block is a torch tensor, or `Coded` in a coded format."""
+"""Tensors by name, each as a list of blocks; a block is a torch tensor, or `CodedRows` in a coded format."""
 Linear = Callable[[Tensor, Blocks], Tensor]
 
 
