@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moesched.cli.output import Bar, stdout
 from moesched.inputs.prompts import Prompt
@@ -17,6 +17,7 @@ from moesched.tasks import Task
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.table import Table
 
     from moesched.drivers.replay import ReplayedRun
 
@@ -198,7 +199,7 @@ class ManyTexts(LoadingBar):
         live.start()
         return live
 
-    def _table(self) -> Any:
+    def _table(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 

@@ -34,10 +34,10 @@ class LaneReports(Protocol):
 
     clock: Clock
     origin: int
-    lock: Any
+    lock: threading.Lock
 
     def complete(
-        self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
+        self, task: Task, value: object, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
         """Report that a task ended; call this with the engine's lock held.
 
@@ -371,7 +371,7 @@ class StreamRunner:
         return batch
 
 
-def _value_of(issued: Issued, error: BaseException | None) -> tuple[Any, BaseException | None]:
+def _value_of(issued: Issued, error: BaseException | None) -> tuple[object, BaseException | None]:
     """Return a task's value and its error, once the task has ended: (value, None) or (None, error).
 
     The error is `error` if that is not None, else the exception, if any, that reading the value raises.

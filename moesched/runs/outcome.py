@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -130,7 +130,7 @@ class ForecastUse(msgspec.Struct, frozen=True):
 Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
-def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
+def use_of(kind: Callable[..., Use], compared: Compared, *key: str | int) -> Use:
     """Make a report's entry for router previews or a predictor's answers, made a given number of layers ahead.
 
     Args:
