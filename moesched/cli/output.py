@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -62,7 +62,7 @@ def print_lines(lines: Iterable[str]) -> None:
         print(plain_text(line).rstrip(), file=command_output())
 
 
-def print_json(content: Any) -> None:
+def print_json(content: object) -> None:
     """Print one JSON value on standard output."""
     out = command_output()
     out.flush()

@@ -7,7 +7,7 @@ same tasks on the same lanes, with edges equally far back in program order), all
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from moesched.drivers.policies import scheduled
 from moesched.drivers.policy_state import state_of
@@ -297,7 +297,7 @@ def _shifted(bits: int, by: int) -> int:
     return bits >> by if by >= 0 else bits << -by
 
 
-def _identity(task: Task) -> tuple[Any, ...]:
+def _identity(task: Task) -> tuple[object, ...]:
     """Return the properties of a task that must be equal in two steps for the steps to have the same graph."""
     work = task.work
     return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)

@@ -325,7 +325,7 @@ def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> tuple[list[Slice]
         lanes: the lane of each track, by tid.
     """
     decode = msgspec.json.Decoder(SliceArgs).decode
-    known: dict[tuple[Any, ...], TaskInfo] = {}
+    known: dict[tuple[object, ...], TaskInfo] = {}
     slices, depends_on = [], []
     for event in tasks:
         start = nanoseconds(event.ts)
