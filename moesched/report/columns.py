@@ -88,7 +88,7 @@ class _NumberedTasks(_Numbered[TaskInfo]):
 def _tasks_and_slices(columns: Columns, recording: Recording) -> dict[str, Any]:
     slices = recording.slices
     lanes: dict[LaneName, int] = {lane: number for number, lane in enumerate(recording.lanes)}
-    tasks, lines, states, choices = _NumberedTasks(), _Numbered([""]), _Numbered(STATES), _Numbered([""])
+    tasks, lines, states, choices = _NumberedTasks(), _Numbered([""]), _Numbered[str](STATES), _Numbered([""])
     slice_columns = {
         "id": columns.add("i32", (each.id for each in slices)),
         "start": columns.add("f64", (each.start for each in slices)),
