@@ -30,7 +30,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesched.errors import TaskCancelled, TaskFailed
-from moesched.stream_edges import behind_on_device, kept_on_device, leave_to_device, wait_on_host
+from moesched.stream_edges import followers_on_device, kept_on_device, leave_to_device, wait_on_host
 from moesched.tasks import (
     CANCELLED,
     CLASS_SHIFT,
@@ -424,7 +424,7 @@ class PlainEngine:
     def _pass_failure(self, task: Task) -> None:
         """Cancel the tasks that need the result of a failed task; other tasks behind that task on its lane go on."""
         self._undone.append(task)
-        for other in (*(task.followers or ()), *behind_on_device(task)):
+        for other in (*(task.followers or ()), *followers_on_device(task)):
             if other.cause is None and task.id in other.deps[: other.inputs]:
                 other.cause = cancelled_by(task)
                 if other.state == READY:

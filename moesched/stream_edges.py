@@ -1,7 +1,7 @@
 """Records edges between tasks on streams of one device, which the device enforces itself.
 
 A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended. A task's
-failure is still passed on to the tasks behind, although these no longer wait for that task on the host.
+failure is still passed on to its followers, although these no longer wait for that task on the host.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ def before_on_device(task: Task) -> Sequence[Task]:
     return () if task.device_edges is None else task.device_edges.before
 
 
-def behind_on_device(task: Task) -> Sequence[Task]:
+def followers_on_device(task: Task) -> Sequence[Task]:
     """Return the later tasks that wait for this task on their device, and no longer on the host."""
-    return () if task.device_edges is None else task.device_edges.behind
+    return () if task.device_edges is None else task.device_edges.followers
 
 
 def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
@@ -33,7 +33,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
         return False
     _wait_there(task, other)
     if data:
-        _edges(other).behind.append(task)
+        _edges(other).followers.append(task)
     return True
 
 
@@ -50,7 +50,7 @@ def leave_to_device(task: Task) -> list[Task]:
             kept.append(other)
     task.followers = kept
     if released:
-        _edges(task).behind = [*released]
+        _edges(task).followers = [*released]
     return released
 
 

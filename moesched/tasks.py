@@ -207,6 +207,28 @@ class RowRange(NamedTuple):
     stop: int
 
 
+class Demand(NamedTuple):
+    """The time and the resources that one task needs on the machine.
+
+    Attributes:
+        seconds: the task's time alone on the machine.
+        shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
+            decimals, so that similar tasks have equal shares.
+        work_class: the task's class among those whose slowdowns were measured; empty for none.
+        slowed: pairs (classes of the tasks beside this one, joined by `at_once`; this task's speed beside them,
+            relative to alone).
+        lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
+        fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
+    """
+
+    seconds: float
+    shares: tuple[tuple[str, float], ...]
+    work_class: str = ""
+    slowed: tuple[tuple[str, float], ...] = ()
+    lead: float = 0.0
+    fixed: float = 0.0
+
+
 class Work(msgspec.Struct, eq=False):
     """A task's demands on the machine: one object for all tasks of the same kind and size in a step.
 
@@ -221,7 +243,7 @@ class Work(msgspec.Struct, eq=False):
         joins: whether the work is part of a call that an earlier task began, so that it starts no kernels.
         nanoseconds: the task's time alone on the machine; -1 until the virtual driver computes it.
         lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.
-        demand: the shares of resources that the task uses (a `Demand`); None until the virtual driver computes it.
+        demand: the time and the resources that the task needs; None until the virtual driver computes it.
     """
 
     kind: str
@@ -234,7 +256,7 @@ class Work(msgspec.Struct, eq=False):
     joins: bool = False
     nanoseconds: int = -1
     lead: int = 0
-    demand: Any = None
+    demand: Demand | None = None
 
 
 class DeviceEdges:
@@ -242,14 +264,14 @@ class DeviceEdges:
 
     Attributes:
         before: tasks on other streams of the device that the device runs before this task.
-        behind: followers of this task that the engine may start before its end, since the device makes them wait.
+        followers: followers of this task that the engine may start before its end, since the device makes them wait.
     """
 
-    __slots__ = ("before", "behind")
+    __slots__ = ("before", "followers")
 
     def __init__(self) -> None:
         self.before: list[Task] = []
-        self.behind: list[Task] = []
+        self.followers: list[Task] = []
 
 
 def _set_plainly(cls: type[S]) -> type[S]:

@@ -16,9 +16,9 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from moesched.server.options import FrontOptions
-from moesched.server.serve import Listener, serve
+from moesched.server.serve import ServerCallbacks, serve
 from moesched.system.signals import ends_in_order
-say = Listener(lambda starting: None, lambda url, ready, notes: print(url, flush=True), print)
+say = ServerCallbacks(lambda starting: None, lambda url, ready, notes: print(url, flush=True), print)
 with ends_in_order():
     serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
 """

@@ -10,6 +10,7 @@ import torch
 from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.products.linear import joined
+from moesched.devices.shared.coded import rows_of
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.adjacent_pages import AdjacentPages
 from moesched.devices.torch.compute import Compute
@@ -111,7 +112,7 @@ def kept(pages: AdjacentPages, reader: PageReader, those: Sequence[Page]) -> dic
         memory = reader.new_memory(reader.bytes_in_slot(page))
         reader.read(page, memory)
         for name, blocks in pages.copied(page, memory).items():
-            found.setdefault(name.rpartition(".")[2], []).extend(blocks)
+            found.setdefault(name.rpartition(".")[2], []).extend(map(rows_of, blocks))
     return found
 
 
@@ -119,10 +120,10 @@ def test_a_matrix_that_stays_is_one_block_as_are_queries_keys_and_values(reader:
     expert = kept(adjacent(reader), reader, LAYOUT.expert(1, 2))
     for part in ("gate", "up", "down"):
         assert len(expert[part]) == 2
-        (whole,) = joined(expert[part])
+        (whole,) = map(rows_of, joined(expert[part]))
         assert torch.equal(whole, reader.read_tensor(f"layers.1.experts.2.{part}"))
     dense = kept(adjacent(reader), reader, LAYOUT.dense(0))
-    (whole,) = joined([block for name in "qkv" for block in dense[name]])
+    (whole,) = map(rows_of, joined([block for name in "qkv" for block in dense[name]]))
     assert torch.equal(whole, torch.cat([reader.read_tensor(f"layers.0.{name}") for name in "qkv"]))
     _, *others = LAYOUT.expert(0, 0)
     expert = kept(adjacent(reader), reader, others)
@@ -148,6 +149,6 @@ def test_blocks_are_joined_only_behind_a_multiple_of_128_rows_in_the_same_alloca
     assert [len(block) for block in joined([memory[:128], memory[128:130], memory[130:]])] == [130, 126]
     assert [len(block) for block in joined([memory[:128], memory[130:]])] == [128, 126]
     assert [len(block) for block in joined([memory[:128], memory[128:].clone()])] == [128, 128]
-    assert torch.equal(joined([memory[:128], memory[128:]])[0], memory)
+    assert torch.equal(rows_of(joined([memory[:128], memory[128:]])[0]), memory)
     columns = [memory[:128].T, memory[128:].T]  # of a matrix that lies transposed
-    assert [block.shape for block in joined(columns)] == [(4, 128), (4, 128)]
+    assert [rows_of(block).shape for block in joined(columns)] == [(4, 128), (4, 128)]

@@ -124,12 +124,12 @@ def test_it_finds_how_one_work_slows_another(work: str, beside: str, rate: float
 def test_cache_writes_slow_copies_in_predictions_as_was_measured_and_else_as_copies_do() -> None:
     writing, copying = Work("offload_kv", "gpu->host", nbytes=1e6), Work("fetch", "host->gpu", nbytes=1e6)
     measured = cost_model(desktop(), "bfloat16")
-    assert dict(measured.work(copying).slowed)[measured.work(writing).sort] == near(0.85, 0.02)
-    assert measured.work(copying).sort == "host->gpu"
+    assert dict(measured.work(copying).slowed)[measured.work(writing).work_class] == near(0.85, 0.02)
+    assert measured.work(copying).work_class == "host->gpu"
     assert dict(measured.work(copying).slowed)["gpu->host"] == near(0.75)
     of_copies = [pair for pair in desktop().contention if "cache write" not in (pair.work, pair.beside)]
     unmeasured = cost_model(replace(desktop(), contention=of_copies), "bfloat16")
-    assert dict(unmeasured.work(copying).slowed)[unmeasured.work(writing).sort] == near(0.75)
+    assert dict(unmeasured.work(copying).slowed)[unmeasured.work(writing).work_class] == near(0.75)
 
 
 def dispatch(machine: Machine, resource: str, kind: str, calls: float = 1, nbytes: float = 0.0) -> float:

@@ -19,7 +19,7 @@ from moesched.devices.kernels.workspace import Workspace
 from moesched.devices.native.compiled import availability, formats, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.coded_linear import coded_linear
-from moesched.devices.shared.coded import Coded
+from moesched.devices.shared.coded import CodedRows
 from moesched.models.stored_formats import CODED, STORED_FORMATS
 from small_models import SMALL
 
@@ -42,9 +42,9 @@ def inputs(rows: int, width: int = INPUTS, seed: int = 1) -> Tensor:
     return x_TD.bfloat16()
 
 
-def coded(name: str, rows: int) -> Coded:
+def coded(name: str, rows: int) -> CodedRows:
     stored = STORED_FORMATS[name]
-    return Coded(torch.from_numpy(random_blocks(stored, rows, INPUTS // stored.block)), stored)
+    return CodedRows(torch.from_numpy(random_blocks(stored, rows, INPUTS // stored.block)), stored)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -66,7 +66,7 @@ def test_neither_other_rows_nor_row_blocks_show_in_the_bits(
 ) -> None:
     block, x_TD = coded(name, 250), inputs(rows)
     blocks = [
-        Coded(part.clone(), block.format) for part in block.raw_NB.tensor_split(sorted(cuts)) if len(part)
+        CodedRows(part.clone(), block.format) for part in block.raw_NB.tensor_split(sorted(cuts)) if len(part)
     ]
     y_TN = native.linear(x_TD, blocks)
     assert same(y_TN, native.linear(x_TD, [block]))

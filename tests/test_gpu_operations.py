@@ -15,7 +15,7 @@ from moesched.calibration.gpu_extent import QUICK_GPU, THOROUGH_GPU, GpuExtent
 from moesched.calibration.gpu_probe import GPU, Copy, Operation, Product, Stream
 from moesched.calibration.gpu_tasks import GpuTasks
 from moesched.calibration.model_runs import run_exercise
-from moesched.calibration.task_times import Source
+from moesched.calibration.task_times import RunKey
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.gpu_operations import GpuOperations, is_enqueued
 from moesched.machines import Machine, load_machine
@@ -92,13 +92,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_small_model_has_tasks_of_every_kind(checkpoint: Path) -> None:
     machine = replace(load_machine("h100"), cost_table=[])
-    found, source = GpuTasks(), Source(TINY.model, "bfloat16", 0)
+    found, key = GpuTasks(), RunKey(TINY.model, "bfloat16", 0)
     for add, here in ((found.add, machine), (found.add_beside, staged(machine, 4 << 20))):
         policy = GpuExercise(TINY.on_host, beside=here is not machine)
         tasks = run_exercise(
             checkpoint, "bfloat16", policy, TINY.micro_batches, TINY.steps, LaggingDevice, here
         )
-        add(source, tasks)
+        add(key, tasks)
     points = found.points(GpuCosts(machine, "bfloat16").running)
     for resource, kinds in KINDS.items():
         measured = {point.operation for point in points if point.resource == resource}

@@ -111,8 +111,8 @@ def test_host_and_copies_slow_each_other_as_measured_and_kernels_on_the_gpu_slow
     attending = cost.work(Work("cpu_attention", "cpu", 0.0, 1e6, 64, parts))
     copying = cost.work(Work("host->gpu", "host->gpu", nbytes=1e6))
     computing = cost.work(experts(8))
-    assert dict(attending.slowed)[copying.sort] == 0.8
-    assert (computing.sort, computing.slowed) == ("", ())
+    assert dict(attending.slowed)[copying.work_class] == 0.8
+    assert (computing.work_class, computing.slowed) == ("", ())
     assert attending.shares == copying.shares == computing.shares == ()
 
 

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from moesched.devices.shared.coded import rows_of
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.file_lease import FileLease
@@ -137,7 +138,7 @@ def test_a_slot_shows_the_bytes_of_its_file(checkpoint: Checkpoint) -> None:
                 start = stored.offset + extent.rows[0] * row
                 (block,) = pages.views(page)[extent.tensor]
                 assert (
-                    bytes(block.view(torch.uint8).numpy().data)
+                    bytes(rows_of(block).view(torch.uint8).numpy().data)
                     == files[stored.file][start : start + extent.nbytes]
                 )
 
@@ -150,7 +151,7 @@ def test_a_kernel_that_still_reads_finds_its_weights_after_the_slot_got_another_
     with shown(checkpoint) as (pages, layout):
         first, *others = layout.pages
         pages.bring(first, slot)
-        blocks = [block for blocks in pages.views(first).values() for block in blocks]
+        blocks = [rows_of(block) for blocks in pages.views(first).values() for block in blocks]
         before = [block.clone() for block in blocks]
         for page in others:
             pages.bring(page, slot)
@@ -196,7 +197,9 @@ def test_whoever_wants_to_write_to_a_mapped_file_waits_and_is_told_of(checkpoint
         with pytest.raises(MoeschedError, match=f"another process writes to {file}, which this run uses"):
             pages.bring(layout.pages[1], second)
         assert all(
-            block.sum().isfinite() for blocks in pages.views(layout.pages[0]).values() for block in blocks
+            rows_of(block).sum().isfinite()
+            for blocks in pages.views(layout.pages[0]).values()
+            for block in blocks
         )
     os.truncate(file, 0)
 

@@ -7,7 +7,7 @@ import pytest
 from engine_script import Script
 from moesched.drivers.validation import BrokenRule
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
-from moesched.steps.fixed_pages import Fixed
+from moesched.steps.fixed_pages import FixedPages
 from moesched.steps.ledger import ledger_problems
 from moesched.steps.memory import Memory, Replacement, slots_of
 from moesched.steps.views import Views
@@ -116,7 +116,7 @@ def test_on_a_halting_engine_a_page_whose_transfer_failed_is_that_failure() -> N
 
 def test_kept_pages_take_a_slot_of_their_own_size_and_need_no_edges() -> None:
     memory = Memory("gpu", 100)
-    kept = Fixed("kept", memory, PAGES[:2], [10, 20])
+    kept = FixedPages("kept", memory, PAGES[:2], [10, 20])
     kept.reserve()
     views: Views[tuple[int, ...]] = Views(memory, lambda key: tuple(PAGES[n] for n in key))
     view = views.show((0, 1), Script(gpu="ready_first").engine)

@@ -226,8 +226,9 @@ def test_an_interrupted_call_leaves_no_result_for_the_next_ones() -> None:
 
 def test_what_a_posted_call_raises_ends_the_next_one_and_drops_what_builds_on_it() -> None:
     thread = OneThread("test")
+    nothing: dict[int, int] = {}
     ran: list[int] = []
-    thread.post({}.__getitem__, 0)
+    thread.post(nothing.__getitem__, 0)
     thread.post(ran.append, 1)
     with pytest.raises(KeyError):
         thread.call(ran.append, 2)

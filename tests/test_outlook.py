@@ -185,7 +185,7 @@ def waits_by_asking(step: Step, plan: Plan) -> object:
         ),
         (
             lambda step, plan: step.seconds_until_idle("gpu"),
-            "seconds_until_idle: there is no place 'gpu': give one of 'accelerator', 'host', 'to host'",
+            "seconds_until_idle: there is no lane 'gpu': give one of 'accelerator', 'host', 'to host'",
         ),
         (
             lambda step, plan: step.seconds_until_idle("host", 99),

@@ -20,10 +20,10 @@ from moesched.models.shapes import SHAPES
 from moesched.planner import BestPlan, plan_best, plan_model
 from moesched.planner.candidate import Candidate
 from moesched.planner.chunks import CHUNK
-from moesched.planner.schedules import Point, Schedules
+from moesched.planner.schedules import SchedulePoint, Schedules
 from moesched.planner.search import best
 from moesched.planner.setting import Setting
-from moesched.planner.traits import Lesson, MicroBatchCost, SizeOption, TraitProbe, Traits
+from moesched.planner.traits import MicroBatchCost, SizeOption, SizeProbe, TraitProbe, Traits
 from moesched.planner.trial_run import trial_run
 from moesched.policies.cgopipe import CGOPipe
 from moesched.requests.workloads import load_workload
@@ -113,11 +113,11 @@ def test_times_that_are_next_to_none_are_planned_with_too() -> None:
 
 def test_nothing_is_found_where_nothing_promises_more_than_is_asked_for() -> None:
     where = setting("cgopipe")
-    sizes = [TraitProbe(where, size).option(where.cost) for size in (16, 32)]
-    most = best(where, Lesson(where).traits, sizes)
+    sizes = [SizeProbe(where, size).option(where.cost) for size in (16, 32)]
+    most = best(where, TraitProbe(where).traits, sizes)
     assert most is not None
-    assert best(where, Lesson(where).traits, sizes, above=most.throughput) is None
-    again = best(where, Lesson(where).traits, sizes, above=0.9 * most.throughput)
+    assert best(where, TraitProbe(where).traits, sizes, above=most.throughput) is None
+    again = best(where, TraitProbe(where).traits, sizes, above=0.9 * most.throughput)
     assert again is not None and again.throughput == pytest.approx(most.throughput, rel=1e-3)
 
 
@@ -163,7 +163,7 @@ def throughput(where: Setting, traits: Traits, option: SizeOption, count: int, r
 def test_what_a_policy_is_like_is_learned_from_its_plans(
     policy: str, attention_on_gpu: bool, kv_on_gpu: bool, keeps: float, streams: bool
 ) -> None:
-    traits = Lesson(setting(policy)).traits
+    traits = TraitProbe(setting(policy)).traits
     assert traits.attention_on_gpu == attention_on_gpu
     assert traits.kv_on_gpu == kv_on_gpu
     assert traits.keeps == keeps
@@ -192,7 +192,7 @@ def test_a_users_own_policy_is_planned_for_like_those_that_ship() -> None:
 
 def test_a_micro_batch_takes_the_bytes_of_all_layers_wherever_its_cache_is() -> None:
     where = replace(setting("cgopipe"), make=CGOPipe, splits_kv=True)
-    option = TraitProbe(where, 16).option(where.cost)
+    option = SizeProbe(where, 16).option(where.cost)
     reservations = where.undecided(where.batch(5, 16)).reservations
     cache = reservations.cache_bytes([0], range(LAYOUT.config.layers))
     rows = reservations.sizes.host_rows([0], routed=False)
@@ -309,13 +309,13 @@ def test_a_bound_is_never_below_what_is_predicted(
         cost=cost_model(machine, "bfloat16"),
         objective=objective,
     )
-    schedule = Schedules(where, deep=False).at(Point(size, count))
+    schedule = Schedules(where, deep=False).at(SchedulePoint(size, count))
     assert schedule.throughput <= schedule.bound
 
 
 def test_a_few_layers_have_room_for_the_copies_that_all_layers_have_room_for() -> None:
     where = setting("layer_split", new_tokens=32, lengths=(418,) * 128)
-    few, whole = (Schedules(where, deep=deep).at(Point(32, 4)).trial_run for deep in (False, True))
+    few, whole = (Schedules(where, deep=deep).at(SchedulePoint(32, 4)).trial_run for deep in (False, True))
     assert few.tasks < whole.tasks
     assert few.prefill_seconds == pytest.approx(whole.prefill_seconds, rel=0.05)
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)

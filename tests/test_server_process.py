@@ -24,11 +24,11 @@ from moesched.server.errors import ApiError
 from moesched.server.link import EngineLink
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
-from moesched.server.serve import Listener, listening, serve
+from moesched.server.serve import ServerCallbacks, listening, serve
 from moesched.system.own_loop import run_on_own_loop
 from served_processes import engine, server
 
-IGNORE = Listener(lambda starting: None, lambda url, ready, notes: None, lambda answers: None)
+IGNORE = ServerCallbacks(lambda starting: None, lambda url, ready, notes: None, lambda answers: None)
 
 
 def test_the_unmodified_client_is_answered_and_a_signal_ends_the_server_once_its_answers_are_given() -> None:

@@ -27,7 +27,7 @@ from moesched.devices.kernels.functions import norm
 from moesched.devices.kernels.samples import coded_block
 from moesched.devices.products.coded_linear import coded_linear
 from moesched.devices.shared.arena import aligned_bytes
-from moesched.devices.shared.coded import Coded, plain_block
+from moesched.devices.shared.coded import CodedRows, plain_block
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
@@ -71,7 +71,7 @@ def test_a_weight_is_off_by_half_a_step_at_most(weights: np.ndarray[Any, Any]) -
 @pytest.mark.parametrize("name", CODED)
 def test_blocks_are_unpacked_to_the_bits_of_ggml(name: str) -> None:
     raw = random_blocks(STORED_FORMATS[name], 40, 9)
-    ours = Coded(torch.from_numpy(raw), STORED_FORMATS[name]).plain(torch.float32)
+    ours = CodedRows(torch.from_numpy(raw), STORED_FORMATS[name]).plain(torch.float32)
     assert same_bits(ours, torch.from_numpy(decoded(raw, name)))
 
 
@@ -94,7 +94,7 @@ def test_blocks_with_factors_are_written_near_the_weights(name: str, most: float
 def test_sums_of_a_group_are_whole_numbers_that_float32_holds(name: str) -> None:
     stored = STORED_FORMATS[name]
     raw = torch.from_numpy(random_blocks(stored, 40, 9))
-    codes_NGg = Coded(raw, stored).groups().codes_NGg
+    codes_NGg = CodedRows(raw, stored).groups().codes_NGg
     assert torch.equal(codes_NGg, codes_NGg.round())
     assert codes_NGg.abs().max() * stored.group <= 2**12
 
@@ -117,7 +117,7 @@ def test_a_product_has_the_same_bits_in_any_order_and_beside_any_rows(
 def test_a_product_is_that_of_the_unpacked_weights(name: str) -> None:
     stored = STORED_FORMATS[name]
     raw = encoded(np.random.default_rng(1).normal(size=7 * 512).astype(np.float32), stored)
-    block = Coded(torch.from_numpy(raw).view(7, -1), stored)
+    block = CodedRows(torch.from_numpy(raw).view(7, -1), stored)
     x_TD = torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
     exact_TN = x_TD.double() @ block.plain(torch.float32).double().T
     assert (coded_linear(x_TD, block) - exact_TN).abs().max() < 1e-6 * exact_TN.abs().max()

@@ -11,7 +11,7 @@ from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.extent import (
     small_model,
 )
-from moesched.calibration.task_times import Source, TaskTimes
+from moesched.calibration.task_times import RunKey, TaskTimes
 from moesched.machines import (
     CostPoint,
 )
@@ -20,7 +20,7 @@ from moesched.models.tensor_sizes import ResidentShare
 from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work, WorkPart
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, head_dim=8, vocabulary=64)
-FEW = Source(MODEL, "bfloat16", 0)
+FEW = RunKey(MODEL, "bfloat16", 0)
 OPERATIONS = Operations(MODEL, "bfloat16", ResidentShare(0.5, 0.5))
 ACCELERATOR, HOST, DISK = Lane("accelerator"), Lane("host"), Lane("disk->host")
 _numbers = count()
@@ -181,7 +181,7 @@ def test_products_of_few_rows_and_of_many_are_of_different_sorts() -> None:
     assert times.rates(FEW, many) == {("attention", "many rows"): pytest.approx(0.8)}
 
 
-def test_attention_over_sequences_of_several_lengths_is_of_a_sort_of_its_own() -> None:
+def test_attention_over_sequences_of_several_lengths_is_a_class_of_work_of_its_own() -> None:
     times = TaskTimes()
     one, several = task("attention", 0, 1), task("attention", 1, 2, step=2)
     work = OPERATIONS.attention_step([4, 5, 6])

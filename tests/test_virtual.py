@@ -61,8 +61,8 @@ class Clock:
     def ended(self, task: Task) -> None:
         self.done.append(task)
 
-    def kernel(self, lane: str, seconds: float, name: str = "kernel", *, sort: type[Task] = Kernel) -> Task:
-        return sort(self.lanes[lane], Work("kernel", lane, seconds), name)
+    def kernel(self, lane: str, seconds: float, name: str = "kernel", *, kind: type[Task] = Kernel) -> Task:
+        return kind(self.lanes[lane], Work("kernel", lane, seconds), name)
 
     def spans(self) -> dict[str, tuple[float, float]]:
         """The times of each task, in seconds."""
@@ -100,7 +100,7 @@ def test_awaiting_a_handle_gives_its_value_at_the_moment_of_its_end() -> None:
     seen = []
 
     async def policy() -> str:
-        seen.append(await clock.engine.submit(clock.kernel("gpu", 7, sort=Decision)))
+        seen.append(await clock.engine.submit(clock.kernel("gpu", 7, kind=Decision)))
         seen.append(clock.driver.now)
         return "result"
 
@@ -158,7 +158,7 @@ def test_an_urgent_transfer_overtakes_but_does_not_interrupt() -> None:
 
     async def policy() -> None:
         for name, urgency in (("running", IDLE), ("idle", IDLE), ("demand", DEMAND)):
-            task = clock.kernel("link", 1, name, sort=PageTransfer)
+            task = clock.kernel("link", 1, name, kind=PageTransfer)
             clock.engine.submit(task, (), (), (), urgency)
 
     clock.driver.run(policy())
@@ -212,7 +212,7 @@ def test_a_task_that_fails_raises_at_the_await() -> None:
     clock = Clock("gpu", perform={Decision: fails})
 
     async def policy() -> None:
-        await clock.engine.submit(clock.kernel("gpu", 1, "route", sort=Decision))
+        await clock.engine.submit(clock.kernel("gpu", 1, "route", kind=Decision))
 
     with pytest.raises(TaskFailed, match=r"route failed on lane gpu .*no such expert"):
         clock.driver.run(policy())
@@ -227,7 +227,7 @@ def test_awaiting_what_a_failure_cancelled_raises_the_failure() -> None:
     page = Block("page")
 
     async def policy() -> None:
-        clock.engine.submit(clock.kernel("disk", 1, "fetch", sort=PageTransfer), (), (page,))
+        clock.engine.submit(clock.kernel("disk", 1, "fetch", kind=PageTransfer), (), (page,))
         await clock.engine.submit(clock.kernel("gpu", 1), (page,))
 
     with pytest.raises(TaskFailed, match="fetch failed"):

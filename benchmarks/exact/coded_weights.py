@@ -25,7 +25,7 @@ from benchmarks.shared.equal_bits import EXPERTS, SCHEDULES
 from benchmarks.shared.random_models import hugging_face_logits
 from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate, same_bits
 from coded_checkpoints import decoded, decoded_model, random_blocks
-from moesched.devices.shared.coded import Coded
+from moesched.devices.shared.coded import CodedRows
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.coded_models import MIXES
@@ -85,7 +85,7 @@ def compare_blocks() -> dict[str, Any]:
     for name in track(CODED, "blocks"):
         stored = STORED_FORMATS[name]
         raw = random_blocks(stored, 1, BLOCKS)
-        ours = Coded(torch.from_numpy(raw), stored).plain(torch.float32).numpy().view(np.int32)
+        ours = CodedRows(torch.from_numpy(raw), stored).plain(torch.float32).numpy().view(np.int32)
         theirs = decoded(raw, name).view(np.int32)
         differing += int((ours != theirs).reshape(BLOCKS, -1).any(axis=1).sum())
     return {"blocks": BLOCKS * len(CODED), "differing": differing}

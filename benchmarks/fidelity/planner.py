@@ -43,7 +43,7 @@ from moesched.planner.chunks import CHUNK
 from moesched.planner.objectives import requests_for
 from moesched.planner.proposal import MOST_REQUESTS
 from moesched.planner.ranking import Ranked
-from moesched.planner.schedules import Point, Schedule, resident_of
+from moesched.planner.schedules import Schedule, SchedulePoint, resident_of
 from moesched.planner.setting import KV_SHARE
 from moesched.plugins import find
 from moesched.requests.workloads import Workload, load_workload
@@ -233,7 +233,7 @@ def grid(candidate: Candidate) -> Iterator[Schedule]:
             chunks = (None, CHUNK) if size * max(setting.lengths) > CHUNK else (None,)
             for chunk in chunks if resident or not share else ():
                 with suppress(BadInput):
-                    yield candidate.schedules.at(Point(size, count, resident, chunk))
+                    yield candidate.schedules.at(SchedulePoint(size, count, resident, chunk))
 
 
 def most_fitting(setting: Setting, size: int, share: float) -> int:

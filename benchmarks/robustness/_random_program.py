@@ -146,7 +146,7 @@ class Rank:
             except PolicyError:
                 assert page in pool, f"{pool.name} refuses a page that it does not hold"
         if slots:
-            self._submit([], dict.fromkeys(slots), sort=PageTransfer)
+            self._submit([], dict.fromkeys(slots), kind=PageTransfer)
 
     def read_pages(self) -> None:
         """A task that reads pages through a view and changes a block."""
@@ -199,11 +199,11 @@ class Rank:
         reads: Sequence[Block],
         writes: Sequence[Block] | dict[Any, None],
         *,
-        sort: type[Task] | None = None,
+        kind: type[Task] | None = None,
         through: Sequence[Block] | None = None,
     ) -> None:
         choose = self.choose
-        task = (sort or choose.choice(TYPES))(choose.choice(self.engine.lanes), self._work(), "compute")
+        task = (kind or choose.choice(TYPES))(choose.choice(self.engine.lanes), self._work(), "compute")
         record = self._record(task, reads, tuple(writes))
         record.fails = self.graph.shape.troubled and choose.random() < 0.03
         record.spins = choose.choice((0, 0, 0, 1, 10))

@@ -38,10 +38,10 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from moesched.server.options import FrontOptions
-from moesched.server.serve import Listener, serve
+from moesched.server.serve import ServerCallbacks, serve
 from moesched.system.collector import rare_collections
 from moesched.system.signals import ends_in_order
-say = Listener(lambda starting: None, lambda url, ready, notes: print(url, flush=True), lambda answers: None)
+say = ServerCallbacks(lambda starting: None, lambda url, ready, notes: print(url, flush=True), lambda answers: None)
 with rare_collections(), ends_in_order():
     serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
 """

@@ -9,7 +9,7 @@ import torch
 
 from ..products.coded_linear import coded_linear, unpacked_linear
 from ..products.linear import linear
-from ..shared.coded import Block, Coded
+from ..shared.coded import Block, CodedRows
 from .layer_weights import Tensor, Weights
 from .seam import CODED, Bound, Case
 from .torch_rows import TorchEmbed, TorchKernel
@@ -58,8 +58,12 @@ class UnpackedProduct(CodedKernel):
         return partial(_product, unpacked_linear, weights["matrix"])
 
 
-def _product(multiply: Callable[[Tensor, Coded], Tensor], blocks: Sequence[Block], x_TD: Tensor) -> Tensor:
-    parts = [multiply(x_TD, block) if isinstance(block, Coded) else linear(x_TD, [block]) for block in blocks]
+def _product(
+    multiply: Callable[[Tensor, CodedRows], Tensor], blocks: Sequence[Block], x_TD: Tensor
+) -> Tensor:
+    parts = [
+        multiply(x_TD, block) if isinstance(block, CodedRows) else linear(x_TD, [block]) for block in blocks
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -77,7 +81,7 @@ class CodedEmbed(CodedKernel, TorchEmbed):
         return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
 
 
-def _embed(embedding: Coded, dtype: torch.dtype, tokens_T: Tensor) -> Tensor:
+def _embed(embedding: CodedRows, dtype: torch.dtype, tokens_T: Tensor) -> Tensor:
     return embedding.take(tokens_T).plain(dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from moesched.models.layers import Layer
 
-from ..shared.coded import Block, Coded, rows_of
+from ..shared.coded import Block, CodedRows, rows_of
 from .kernel_weights import EXPERT_PARTS, PARTS_OF_SOME, KernelWeights
 from .seam import COLUMNS, PACKED, ROWS, Operation
 
@@ -24,7 +24,7 @@ Held = list["array[int] | array[float]"]
 
 
 class Weights(KernelWeights[Any]):
-    """Tensors by name, each as row blocks; a block is a torch tensor, or `Coded` in a quantized format."""
+    """Tensors by name, each as row blocks; a block is a torch tensor, or `CodedRows` in a quantized format."""
 
     def __init__(
         self, blocks: Mapping[str, Sequence[Block]] = MappingProxyType({}), layer: Layer | None = None
@@ -43,8 +43,8 @@ class Weights(KernelWeights[Any]):
             self._formats[operation.name] = known
         return known
 
-    def places(self) -> Hashable:
-        """Return the address and shape of each block, by name: equal results mean the same places in memory."""
+    def addresses(self) -> Hashable:
+        """Return the address and shape of each block, by name: equal results mean the same memory."""
         return tuple(
             (name, rows.data_ptr(), rows.shape)
             for name, blocks in self.items()
@@ -89,7 +89,7 @@ def sinks_of(weights: Weights | None) -> Tensor | None:
 
 def format_of(block: Block) -> str:
     """Return the name of the storage format of a block."""
-    if isinstance(block, Coded):
+    if isinstance(block, CodedRows):
         return block.format.name
     if block.is_mkldnn:
         return PACKED

@@ -15,7 +15,7 @@ from moesched.models.stored_formats import StoredFormat
 from moesched.models.tensor_shapes import Shape
 
 from ..products.linear import linear
-from ..shared.coded import Block, Coded, plain_block
+from ..shared.coded import Block, CodedRows, plain_block
 from . import expert_functions, functions, qkv_functions
 from .expert_of_products import expert_of
 from .layer_weights import Tensor, Weights
@@ -69,10 +69,10 @@ class Cut(NamedTuple):
         return [coded_block(part, self.coded) for part in parts]
 
 
-def coded_block(rows_ND: Tensor, stored: StoredFormat) -> Coded:
+def coded_block(rows_ND: Tensor, stored: StoredFormat) -> CodedRows:
     """Quantize rows (N, D) to a storage format."""
     raw = torch.from_numpy(encoded(rows_ND.float().numpy().reshape(-1), stored))
-    return Coded(raw.view(len(rows_ND), -1), stored)
+    return CodedRows(raw.view(len(rows_ND), -1), stored)
 
 
 Maker = Callable[[ModelConfig, torch.dtype, int, Cut], Sample]

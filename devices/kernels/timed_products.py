@@ -12,7 +12,7 @@ from ..products.coded_linear import coded_linear
 from ..products.crossover import Shape
 from ..products.linear import linear
 from ..products.packed_weights import pack, packing_pays
-from ..shared.coded import Coded
+from ..shared.coded import CodedRows
 from .native_products import MOST_COLUMN_ROWS
 from .torch_kernels import open_native, rows_for_native
 
@@ -78,7 +78,9 @@ class TimedProducts:
 
         return of_rows
 
-    def of_coded_rows(self, matrices: list[Coded], inputs: int, dtype: torch.dtype) -> Callable[[int], Call]:
+    def of_coded_rows(
+        self, matrices: list[CodedRows], inputs: int, dtype: torch.dtype
+    ) -> Callable[[int], Call]:
         """Return a function that, given a number of rows, makes a product with quantized matrices of one format.
 
         inputs: number of entries in a row of x. dtype: dtype of x.

@@ -19,7 +19,7 @@ from ..products.crossover import ANY_ROWS, Shape, most_rows
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from ..products.team import Team
 from ..shared.arena import copy_placed_alike
-from ..shared.coded import Block, Coded
+from ..shared.coded import Block, CodedRows
 from ..shared.page_reader import DTYPES
 from .binder import Binder
 from .coded_rows import CODED_ROWS
@@ -54,8 +54,8 @@ class TorchKernels(Binder):
         choice: kernels for few rows on the CPU: `auto`, `torch`, or an instruction set of the native kernels.
         own: third-party kernels: classes, or names such as `file.py:Class`.
         cores: number of cores for kernels on the CPU.
-        pin: whether each thread of the native kernels is pinned to a core. left: number of cores kept free of these
-            threads.
+        pin: whether each thread of the native kernels is pinned to a core.
+        free_cores: number of cores kept free of these threads.
         use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
 
     Attributes:
@@ -79,7 +79,7 @@ class TorchKernels(Binder):
         *,
         cores: int,
         pin: bool,
-        left: int,
+        free_cores: int,
         use_cores_for: Callable[[int, int], object],
     ) -> None:
         check_choice(choice)
@@ -94,7 +94,7 @@ class TorchKernels(Binder):
         self._use_cores_for = use_cores_for
         expert = Shape(layout.config.routed.intermediate, layout.config.hidden)
         self._rows = partial(rows_for_native, choice, layout.dtype, expert)
-        self._open = partial(open_native, choice, cores=cores, pin=pin, left=left)
+        self._open = partial(open_native, choice, cores=cores, pin=pin, free_cores=free_cores)
         plain = on_cpu and layout.dtype == "bfloat16" and not layout.config.coded_formats
         plain = plain and layout.config.routed.is_usual  # other experts have products of their own
         self._packs = plain and packing_pays(transposed, cores)
@@ -174,7 +174,7 @@ class TorchKernels(Binder):
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
         """Copy the resident tensor `name` to a device, packed for oneDNN where that makes products faster."""
-        if isinstance(tensor, Coded):
+        if isinstance(tensor, CodedRows):
             return tensor.copied(device)
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
             packed = pack(tensor)
@@ -239,13 +239,13 @@ def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
 
 
 def open_native(
-    choice: str, rows: int, *, cores: int, pin: bool = False, left: int = 0
+    choice: str, rows: int, *, cores: int, pin: bool = False, free_cores: int = 0
 ) -> NativeKernels | None:
     """Start the native kernels' threads for products of up to `rows` rows; returns None if torch computes everything.
 
     choice: `auto`, `torch`, or an instruction set. cores: number of threads. pin: whether each thread is pinned to a
-    core. left: number of cores kept free of these threads.
+    core. free_cores: number of cores kept free of these threads.
     """
     if choice == TORCH or not instruction_sets():
         return None
-    return NativeKernels(rows, None if choice == AUTO else choice, cores, pin, left)
+    return NativeKernels(rows, None if choice == AUTO else choice, cores, pin, free_cores)

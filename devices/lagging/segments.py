@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 
@@ -32,7 +32,7 @@ class Piece:
 
     __slots__ = ("before", "behind", "free", "memory", "nbytes", "pool", "start")
 
-    def __init__(self, memory: torch.Tensor, start: int, nbytes: int, pool: tuple[Any, bool]) -> None:
+    def __init__(self, memory: torch.Tensor, start: int, nbytes: int, pool: tuple[Hashable, bool]) -> None:
         self.memory = memory
         self.start = start
         self.nbytes = nbytes
@@ -73,9 +73,9 @@ class Segments:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._free: dict[tuple[Any, bool], list[Piece]] = {}
+        self._free: dict[tuple[Hashable, bool], list[Piece]] = {}
 
-    def fits(self, nbytes: int, owner: Any) -> bool:
+    def fits(self, nbytes: int, owner: Hashable) -> bool:
         """Test whether a block of `nbytes` bytes can be cut from existing segments of an owner.
 
         owner: a stream, or a memory pool of graphs.
@@ -83,7 +83,9 @@ class Segments:
         nbytes = _rounded(nbytes)
         return any(piece.nbytes >= nbytes for piece in self._free.get((owner, nbytes <= SMALL), ()))
 
-    def take(self, nbytes: int, owner: Any, capacity: int | None, *, releases: bool = True) -> Piece | None:
+    def take(
+        self, nbytes: int, owner: Hashable, capacity: int | None, *, releases: bool = True
+    ) -> Piece | None:
         """Cut a block of `nbytes` bytes for an owner, from a new segment if none of the owner's has room.
 
         Args:

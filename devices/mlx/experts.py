@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesched.models.config import ModelConfig
+from moesched.steps.views import View
 from moesched.tasks import Task
 
 from ..kernels import mlx_functions as functions
@@ -32,7 +33,7 @@ class MlxExperts:
         self,
         config: ModelConfig,
         states: Sequence[MicroBatchState],
-        weights: Callable[[Any], Arrays],
+        weights: Callable[[View[Any]], Arrays],
         kernels: Binder,
         evaluations: Evaluations,
     ) -> None:

@@ -57,11 +57,11 @@ class RequestsKV:
         slots: number of slots, for all requests that are open at the same time.
 
     Attributes:
-        places: numbers of the cache's layers.
+        layers: numbers of the cache's layers.
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[int], slots: int, dtype: mx.Dtype) -> None:
-        self.places = tuple(layers)
+        self.layers = tuple(layers)
         attention = config.layer(layers[0]).grouped
         self._window = attention.window
         self._most_cached = attention.most_cached

@@ -6,9 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class _Call:
@@ -38,7 +39,7 @@ class OneThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, work: Callable[..., T], *arguments: Any) -> T:
+    def call(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Run the function `work` on the thread, after all posted calls, and return its result.
 
         An error of the function or of a posted call is raised here.
@@ -51,7 +52,7 @@ class OneThread:
         result: T = call.value
         return result
 
-    def post(self, work: Callable[..., object], *arguments: Any) -> None:
+    def post(self, work: Callable[[*Arguments], object], *arguments: *Arguments) -> None:
         """Queue a call of `work` without waking the thread: the call is made at the start of the next `call`."""
         self._posted.append((work, arguments))
 

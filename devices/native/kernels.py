@@ -13,7 +13,7 @@ import torch
 from moesched.system.bound_call import bound_call
 from moesched.system.cores import affinity, usable_cores
 
-from ..shared.coded import Block, Coded, rows_of
+from ..shared.coded import Block, CodedRows, rows_of
 from .compiled import formats, instruction_sets, library
 
 Tensor = torch.Tensor
@@ -32,7 +32,7 @@ class NativeKernels:
         threads: number of threads, the caller included.
         pin: whether each thread but the caller is pinned to a core of its own. The caller never is: threads that torch
             later starts from it would stay on the same core.
-        left: number of cores on which only the caller may run, where the system allows that.
+        free_cores: number of cores on which only the caller may run, where the system allows that.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class NativeKernels:
         instruction_set: str | None = None,
         threads: int | None = None,
         pin: bool = False,
-        left: int = 0,
+        free_cores: int = 0,
     ) -> None:
         self._library = library()
         self.instruction_set = instruction_set or instruction_sets()[0]
         self.most_rows = most_rows
         helpers = (usable_cores() if threads is None else threads) - 1
-        left = max(left, 1) if pin else left
-        cores = affinity()[left:] if left else []
+        free_cores = max(free_cores, 1) if pin else free_cores
+        cores = affinity()[free_cores:] if free_cores else []
         self._team = self._library.moesched_new_team(
             self.instruction_set.encode(), helpers, (ctypes.c_int * len(cores))(*cores), len(cores), pin
         )
@@ -129,7 +129,7 @@ def matrix_of(blocks: Blocks) -> array[int]:
 
 
 def _format(block: Block) -> str:
-    return block.format.name if isinstance(block, Coded) else str(block.dtype).removeprefix("torch.")
+    return block.format.name if isinstance(block, CodedRows) else str(block.dtype).removeprefix("torch.")
 
 
 def numbers(count: int) -> array[int]:

@@ -17,7 +17,7 @@ import torch
 
 from moesched.models.footprint import CODED_ROWS, CODED_TILE, UNPACKED_TILE
 
-from ..shared.coded import Coded, Groups
+from ..shared.coded import CodedRows, Groups
 from .plain_weights import plain_linear
 from .team import one_core
 
@@ -60,7 +60,7 @@ class Pieces:
         return upper_GTN.add_(lower_GTN)
 
 
-def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
+def coded_linear(x_TD: Tensor, block: CodedRows) -> Tensor:
     """Multiply rows by quantized weights W with exact sums, rounded once to the dtype of x: x @ W.T, (T, N)."""
     y_TN = x_TD.new_empty(len(x_TD), len(block))
     group = block.format.group
@@ -73,7 +73,7 @@ def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
     return y_TN
 
 
-def unpacked_linear(x_TD: Tensor, block: Coded) -> Tensor:
+def unpacked_linear(x_TD: Tensor, block: CodedRows) -> Tensor:
     """Multiply rows by quantized weights W, some rows of W at a time decoded to the dtype of x: x @ W.T, (T, N)."""
     rows = max(1, UNPACKED_TILE // x_TD.shape[1])
     parts = [plain_linear(x_TD, tile.plain(x_TD.dtype)) for tile in block.split(rows)]

@@ -8,31 +8,31 @@ is a transpose, or packed (see `packed_weights.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from moesched.models.layout import KERNEL_ROWS
 
+from ..shared.coded import Block
 from .packed_weights import packed_linear
 from .plain_weights import plain_linear
 
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
-NamedBlocks = dict[str, list[Any]]
-"""Tensors by name, each as a list of blocks; a block is a torch tensor, or `Coded` in a coded format."""
+NamedBlocks = dict[str, list[Block]]
+"""Tensors by name, each as a list of blocks; a block is a torch tensor, or `CodedRows` in a coded format."""
 Linear = Callable[[Tensor, Blocks], Tensor]
 
 
-def joined(blocks: Sequence[Any]) -> list[Any]:
+def joined(blocks: Sequence[Block]) -> list[Block]:
     """Join row blocks of a matrix that follow each other in memory into larger blocks, without a copy.
 
     A block is joined with the next one only if its number of rows is a multiple of 128: products then had the same bits
     as with separate blocks, in all dtypes and shapes that were tried on CPUs. With other numbers of rows, float32
     products had other bits.
     """
-    found: list[Any] = []
+    found: list[Block] = []
     for block in blocks:
         above = found[-1] if found else None
         if isinstance(block, Tensor) and isinstance(above, Tensor) and _follows(block, above):

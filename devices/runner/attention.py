@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moesched.steps.views import View
 from moesched.tasks import Task
 
 from ..kernels.binder import Binder
@@ -12,7 +13,7 @@ from ..kernels.kernel_weights import KernelWeights
 from ..kernels.workspace import Scratch
 from .micro_batch import MicroBatchState
 
-WeightsOf = Callable[[Any], KernelWeights[Any]]
+WeightsOf = Callable[[View[Any]], KernelWeights[Any]]
 """A function that returns the weights in a view of pages: the operands of a task."""
 
 

@@ -122,7 +122,7 @@ class MicroBatchState:
 
     def add_cache(self, cache: Any) -> None:
         """Add a KV cache that holds some of the layers."""
-        self._cached |= {layer: (cache.at(layer), len(self.caches)) for layer in cache.places}
+        self._cached |= {layer: (cache.at(layer), len(self.caches)) for layer in cache.layers}
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ class Groups(NamedTuple):
     minimums_NG: Tensor | None
 
 
-class Coded:
+class CodedRows:
     """Rows of a matrix in a quantized format, as they are stored.
 
     Args:
@@ -49,25 +49,25 @@ class Coded:
         """Bytes of the rows."""
         return self.raw_NB.nbytes
 
-    def copied(self, device: torch.device) -> Coded:
+    def copied(self, device: torch.device) -> CodedRows:
         """Copy the rows to new memory on a device."""
-        return Coded(self.raw_NB.to(device, copy=True), self.format)
+        return CodedRows(self.raw_NB.to(device, copy=True), self.format)
 
-    def to(self, device: torch.device) -> Coded:
+    def to(self, device: torch.device) -> CodedRows:
         """Return the rows on a device, copied only if they are on another one."""
-        return Coded(self.raw_NB.to(device), self.format)
+        return CodedRows(self.raw_NB.to(device), self.format)
 
-    def chunk(self, count: int) -> Sequence[Coded]:
+    def chunk(self, count: int) -> Sequence[CodedRows]:
         """Cut the rows into at most `count` parts of equal size."""
-        return [Coded(part, self.format) for part in self.raw_NB.chunk(count)]
+        return [CodedRows(part, self.format) for part in self.raw_NB.chunk(count)]
 
-    def split(self, rows: int) -> Sequence[Coded]:
+    def split(self, rows: int) -> Sequence[CodedRows]:
         """Cut the rows into parts of `rows` rows; the last part may have fewer."""
-        return [Coded(part, self.format) for part in self.raw_NB.split(rows)]
+        return [CodedRows(part, self.format) for part in self.raw_NB.split(rows)]
 
-    def take(self, rows_N: Tensor) -> Coded:
+    def take(self, rows_N: Tensor) -> CodedRows:
         """Copy the rows that have these indices."""
-        return Coded(self.raw_NB.index_select(0, rows_N), self.format)
+        return CodedRows(self.raw_NB.index_select(0, rows_N), self.format)
 
     def groups(self) -> Groups:
         """Unpack the codes, scales and minimums of all groups."""
@@ -98,18 +98,18 @@ class Coded:
         return weights_NGg.flatten(1).to(dtype)
 
 
-Block = Tensor | Coded
+Block = Tensor | CodedRows
 """Rows of a matrix, plain or coded."""
 
 
 def rows_of(block: Block) -> Tensor:
     """Return the tensor with a block's rows: numbers if the block is plain, bytes if it is quantized."""
-    return block.raw_NB if isinstance(block, Coded) else block
+    return block.raw_NB if isinstance(block, CodedRows) else block
 
 
 def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
     """Return a block's weights: decoded to a dtype if the block is quantized, otherwise the block itself."""
-    return block.plain(dtype) if isinstance(block, Coded) else block
+    return block.plain(dtype) if isinstance(block, CodedRows) else block
 
 
 def require_plain(config: ModelConfig, device: str) -> None:

@@ -22,7 +22,7 @@ from moesched.system.logs import Log
 from moesched.system.memory_ahead import MemoryAhead
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
-from .coded import Block, Coded
+from .coded import Block, CodedRows
 from .direct_file import AbsentFile, DirectFile, parts_of
 from .mxfp4_rows import Join, join_by_arrays, read_joined
 from .page_location import PageLocation, byte_range, locate, pieces_of
@@ -139,8 +139,8 @@ class PageReader:
     def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
         """Return a page's tensors as views of a slot's bytes, by canonical name, each as row blocks, top to bottom.
 
-        A block is a tensor, or `Coded` in a quantized format. The blocks of a matrix that the files hold transposed are
-        (outputs, some of the inputs), left to right.
+        A block is a tensor, or `CodedRows` in a quantized format. The blocks of a matrix that the files hold
+        transposed are (outputs, some of the inputs), left to right.
 
         Args:
             slot: uint8, on any device, with the bytes as `read` leaves them.
@@ -154,7 +154,7 @@ class PageReader:
             offset = extent.offset if aligned else placed
             if stored.codes is not None:
                 raw_NB = slot[offset : offset + extent.nbytes].view(shape[0], -1)
-                blocks.setdefault(name, []).append(Coded(raw_NB, stored))
+                blocks.setdefault(name, []).append(CodedRows(raw_NB, stored))
                 continue
             numbers = items if stored == self._plain else slot.view(DTYPES[stored.name])
             strides = (shape[1], 1) if len(shape) == 2 else (1,)
@@ -193,7 +193,7 @@ class PageReader:
         ]
 
     def read_tensor(self, name: str) -> Any:
-        """Read a whole tensor, given by its canonical name, into new memory; returns a tensor, or `Coded` rows."""
+        """Read a whole tensor, given by its canonical name, into new memory; returns a tensor, or `CodedRows`."""
         shape, stored = self._tensors[name].shape, self.format_of(name)
         raw = self.new_memory(math.prod(shape[:-1]) * stored.row_bytes(shape[-1]))
         self.read_tensor_into(name, raw)
@@ -282,9 +282,9 @@ def _convert(
 
 
 def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
-    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `Coded` rows in a quantized format."""
+    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `CodedRows` in a quantized format."""
     if stored.codes is not None:
-        return Coded(raw.view(shape[0], -1), stored)
+        return CodedRows(raw.view(shape[0], -1), stored)
     return raw.view(DTYPES[stored.name]).view(shape)
 
 

@@ -64,7 +64,7 @@ class Compute:
             own_kernels,
             cores=self.cores,
             pin=pin,
-            left=self.core_plan.issuing,
+            free_cores=self.core_plan.issuing,
             use_cores_for=self.use_cores_for,
         )
         self.replays = None if self.on_cpu else Replays(Graphs(self.accelerator))

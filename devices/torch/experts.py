@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from moesched.models.config import ModelConfig
+from moesched.steps.views import View
 from moesched.tasks import Task
 
 from ..kernels import expert_functions
@@ -39,7 +40,7 @@ class TorchExperts:
         self,
         config: ModelConfig,
         states: Sequence[MicroBatchState],
-        weights: Callable[[Any], Weights],
+        weights: Callable[[View[Any]], Weights],
         compute: Compute,
         library: AtOnce,
         observers: DeviceObservers,

@@ -29,7 +29,7 @@ from ..kernels.samples import coded_block
 from ..native.copy_team import CopyTeam
 from ..products.coded_linear import unpacked_linear
 from ..products.linear import linear
-from ..shared.coded import Coded
+from ..shared.coded import CodedRows
 from ..shared.page_reader import DTYPES
 from .locked_memory import locked_bytes
 from .probe import TorchProbe
@@ -158,7 +158,7 @@ class GpuOperations:
             return lambda: linear(x_TD, [next(plain)])
         row = coded_block(row_1D, STORED_FORMATS[product.format])
         coded = self._copies_of(row.raw_NB, product.outputs)
-        return lambda: unpacked_linear(x_TD, Coded(next(coded), row.format))
+        return lambda: unpacked_linear(x_TD, CodedRows(next(coded), row.format))
 
     def _copies_of(self, row_1D: torch.Tensor, outputs: int) -> Iterator[torch.Tensor]:
         """Return an endless iterator over several equal matrices on the accelerator, too many for a cache.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moesched.models.config import ModelConfig
+from moesched.steps.views import View
 from moesched.tasks import HostKernel, Task
 
 from ..kernels.layer_weights import Weights
@@ -36,7 +37,7 @@ class HostExperts:
         self,
         config: ModelConfig,
         states: Sequence[MicroBatchState],
-        weights: Callable[[Any], Weights],
+        weights: Callable[[View[Any]], Weights],
         compute: Compute,
         exchanged: ExchangeRows,
         there: TorchExperts,

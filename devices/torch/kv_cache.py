@@ -42,7 +42,7 @@ class BlockedKV:
     Attributes:
         table: the blocks of each sequence.
         slots: the arena.
-        places: the index in the arena of each layer, by the layer's number.
+        layers: the index in the arena of each of the cache's layers, by the layer's number.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BlockedKV:
             )
         held = range(config.layers) if layers is None else layers
         (self._window,) = {config.layer(layer).grouped.window for layer in held}
-        self.places = {layer: place for place, layer in enumerate(held)}
+        self.layers = {layer: index for index, layer in enumerate(held)}
         attention = config.attention
         shape = (len(held), 2, blocks * block_size, attention.kv_heads, attention.head_dim)
         self.block_size = block_size
@@ -127,7 +127,7 @@ class BlockedKV:
             layer: number of the layer.
             keys_TKd, values_TKd: the keys and values of all new tokens, of which a window may keep only the last ones.
         """
-        for half, new_TKd in zip(self.slots[self.places[layer]], (keys_TKd, values_TKd), strict=True):
+        for half, new_TKd in zip(self.slots[self.layers[layer]], (keys_TKd, values_TKd), strict=True):
             if not step.in_place:
                 new_TKd = torch.cat([new_TKd[span.start : span.stop] for span in step.kept])
             half.index_copy_(0, step.slots_T, new_TKd)
@@ -145,7 +145,7 @@ class BlockedKV:
             return
         use_cores(1)
         slots_T = step.slots_T[start : start + len(keys_TKd)]
-        for half, new_TKd in zip(self.slots[self.places[layer]], (keys_TKd, values_TKd), strict=True):
+        for half, new_TKd in zip(self.slots[self.layers[layer]], (keys_TKd, values_TKd), strict=True):
             half.index_copy_(0, slots_T, new_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
@@ -155,7 +155,7 @@ class BlockedKV:
 
         step: a step with `in_place` true, whose keys and values have been stored.
         """
-        return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
+        return [self._view(self.slots[self.layers[layer]], part) for part in step.parts]
 
     def at(self, layer: int) -> CachedLayer:
         """Return one layer of the cache, in the form that attention kernels take."""
@@ -163,7 +163,7 @@ class BlockedKV:
 
     def layer(self, layer: int) -> LayerAddresses:
         """Return the addresses of a layer's keys and values, as arguments of native attention."""
-        keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
+        keys = self.slots.data_ptr() + 2 * self.layers[layer] * self._half_bytes
         return LayerAddresses(keys, keys + self._half_bytes, self.block_size, self._window)
 
     def _view(self, slots: Tensor, part: Run | Gather) -> KVView:
@@ -193,7 +193,7 @@ class CachedLayer:
     def __init__(self, cache: BlockedKV, layer: int) -> None:
         self.cache = cache
         self.layer = layer
-        self.keys, self.values = cache.slots[cache.places[layer]]
+        self.keys, self.values = cache.slots[cache.layers[layer]]
         self.block_size = cache.block_size
 
     @property

@@ -18,7 +18,7 @@ from ..kernels.timed_products import TimedProducts
 from ..products.crossover import forget
 from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes, round_down
-from ..shared.coded import Coded
+from ..shared.coded import CodedRows
 from ..shared.direct_file import DirectFile, parts_of
 from ..shared.page_reader import DTYPES
 from .weights import READS_IN_FLIGHT
@@ -86,7 +86,7 @@ class TorchProbe:
             return self._products.of_columns([matrix_DN.T for matrix_DN in _cold_matrices(row_1N, inputs)])
         if stored:
             row = coded_block(torch.full((1, inputs), 0.01), STORED_FORMATS[stored])
-            coded = [Coded(raw_NB, row.format) for raw_NB in _cold_matrices(row.raw_NB, outputs)]
+            coded = [CodedRows(raw_NB, row.format) for raw_NB in _cold_matrices(row.raw_NB, outputs)]
             return self._products.of_coded_rows(coded, inputs, kind)
         row_1D = torch.full((1, inputs), 0.01, dtype=kind)
         return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)

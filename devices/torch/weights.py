@@ -191,7 +191,7 @@ class WeightStore:
         """Number weights like earlier weights in the same memory, so that kernels bound to those are reused."""
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()
-        weights.number = self._numbers.setdefault((weights.layer, weights.places()), weights.number)
+        weights.number = self._numbers.setdefault((weights.layer, weights.addresses()), weights.number)
 
     def bytes(self, slot: Slot) -> Tensor:
         """Return the memory of a slot of a pool, uint8."""

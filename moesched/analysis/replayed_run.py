@@ -22,8 +22,7 @@ from moesched.analysis.handovers import Handover, awaits_in_order, mean_handover
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.machines.demand import Demand
-from moesched.tasks import IDLE, Block, Collective, Kernel, Lane, Task, Work
+from moesched.tasks import IDLE, Block, Collective, Demand, Kernel, Lane, Task, Work
 from moesched.trace.recording import LaneName, Recording, Slice, TaskInfo
 
 

@@ -17,8 +17,7 @@ import msgspec
 from moesched.analysis.handovers import Handover, mean_handovers
 from moesched.analysis.replayed_run import replay_recording, timed_work, without_loading
 from moesched.analysis.run_changes import Change, parse_change
-from moesched.machines.demand import Demand
-from moesched.tasks import Work
+from moesched.tasks import Demand, Work
 from moesched.trace.recording import Recording, Slice
 
 LAST = "sample"

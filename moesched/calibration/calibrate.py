@@ -216,15 +216,15 @@ class Calibration:
 
 
 def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
-    """Return the slowdown of each sort of work by others, as entries of a machine file.
+    """Return the slowdown of each class of work by others, as entries of a machine file.
 
     Args:
-        rates: speeds relative to running alone, in several runs, by (sort of the slowed work, sorts that run beside
+        rates: speeds relative to running alone, in several runs, by (class of the slowed work, classes that run beside
             this work); the median over the runs counts.
     """
     return [
-        Contention(work=sort, beside=other, rate=rounded(median(found)))
-        for (sort, other), found in sorted(rates.items())
+        Contention(work=work_class, beside=other, rate=rounded(median(found)))
+        for (work_class, other), found in sorted(rates.items())
     ]
 
 

@@ -12,7 +12,7 @@ LEAST_OVERLAP = 0.3
 """A task counts if it ran beside others for at least this share of its time."""
 LEAST_RATE = 0.05
 MOST_TIMES_SLOWER = 3.0
-"""Tasks whose slowdown is more than this many times the median of their sort do not count.
+"""Tasks whose slowdown is more than this many times the median of their class do not count.
 
 Such tasks lost their core to another thread, for up to 4 ms where attention takes 0.1 ms, whatever ran beside them.
 """
@@ -30,7 +30,7 @@ class Observed(NamedTuple):
     Attributes:
         alone: the task's time alone.
         took: the task's time beside others.
-        beside: seconds of `took` in which other tasks ran, by mix: the sorts of work of these tasks, joined by " + ".
+        beside: seconds of `took` in which other tasks ran, by mix: the classes of work of these tasks, joined by " + ".
     """
 
     alone: float
@@ -39,7 +39,7 @@ class Observed(NamedTuple):
 
 
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
-    """Return the speeds of tasks of one sort beside other tasks, relative to running alone, by mix of these tasks.
+    """Return the speeds of tasks of one class beside other tasks, relative to running alone, by mix of these tasks.
 
     For a task (see `Observed`) beside one mix, took - beside + beside * speed = alone; with several mixes, beside and
     beside * speed are sums over mixes. The speeds solve these equations by least squares (ridge regression), each task

@@ -23,7 +23,7 @@ from moesched.calibration.gpu_extent import FULL, LINKS, QUICK_GPU, STAGING, THO
 from moesched.calibration.gpu_probe import CPU, GPU, HOST, Copy, GpuProbe, Operation
 from moesched.calibration.gpu_tasks import GpuTasks
 from moesched.calibration.spread import spread
-from moesched.calibration.task_times import Source
+from moesched.calibration.task_times import RunKey
 from moesched.errors import BadInput
 from moesched.machines import COST_FORMAT, Contention, Link, Machine, Processor, Roles, Tier
 from moesched.machines.calibrated import DISPATCH
@@ -126,7 +126,7 @@ def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callab
         rated: the machine with rates and costs of products.
         tell: called after each measurement.
     """
-    source, found = Source(extent.model, probe.half, 0), GpuTasks()
+    key, found = RunKey(extent.model, probe.half, 0), GpuTasks()
 
     def run(machine: Machine, *, beside: bool) -> list[Task]:
         policy = GpuExercise(extent.on_host, beside=beside)
@@ -136,9 +136,9 @@ def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callab
 
     run(rated, beside=False)  # the first run of a process loads kernels
     for _ in range(extent.rounds):
-        found.add(source, run(rated, beside=False))
-        found.add_beside(source, run(rated, beside=True))
-        found.add_beside(source, run(staged(rated, extent.staging), beside=True))
+        found.add(key, run(rated, beside=False))
+        found.add_beside(key, run(rated, beside=True))
+        found.add_beside(key, run(staged(rated, extent.staging), beside=True))
     attending = _with_attention(rated, found.host_attention())
     points = found.points(GpuCosts(attending, probe.half).running)
     return replace(

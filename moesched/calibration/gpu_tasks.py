@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.gpu_probe import CPU, GPU, HOST, PINNED
-from moesched.calibration.task_times import LEAST_SECONDS, Source, TaskTimes, point
+from moesched.calibration.task_times import LEAST_SECONDS, RunKey, TaskTimes, point
 from moesched.machines import FEW_ROWS, MANY_ROWS, CostPoint
 from moesched.machines.calibrated import ATTENTIONS, CACHE_WRITING, DISPATCH
-from moesched.machines.demand import at_once
+from moesched.machines.cost_model import at_once
 from moesched.machines.gpu_cost import calls
 from moesched.machines.machine import ATTENTION, CACHE_WRITE
 from moesched.tasks import Task, Work
@@ -49,38 +49,38 @@ class GpuTasks:
 
     def __init__(self) -> None:
         self._beside: dict[tuple[str, bool], list[Observed]] = {}
-        """Tasks timed beside others, by (sort of work, whether the run staged pages)."""
+        """Tasks timed beside others, by (class of work, whether the run staged pages)."""
         self._runs: list[dict[Alike, list[Timed]]] = []
         self._alone = TaskTimes()
 
-    def add(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add the tasks of a run of `source` in which no task ran beside copies of pages."""
+    def add(self, run: RunKey, tasks: Sequence[Task]) -> None:
+        """Add the tasks of a run in which no task ran beside copies of pages."""
         alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
             key = Alike(work.resource, work.kind, task.micro_batch, task.phase == "prefill", calls(work))
             alike.setdefault(key, []).append(Timed(work, (task.end - task.start) / 1e9))
         self._runs.append(alike)
-        self._alone.add(source, [task for task in tasks if _is_timed_beside(task)])
+        self._alone.add(run, [task for task in tasks if _is_timed_beside(task)])
 
-    def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run of `source` in which copies of pages ran beside other tasks; pages may pass staging slots."""
+    def add_beside(self, run: RunKey, tasks: Sequence[Task]) -> None:
+        """Add a run in which copies of pages ran beside other tasks; pages may pass staging slots."""
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
-        for sort, observed in self._alone.observed(source, _off_gpu(tasks)).items():
+        for work_class, observed in self._alone.observed(run, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]
-            self._beside.setdefault((_page_locked(sort), stages), []).extend(renamed)
+            self._beside.setdefault((_page_locked(work_class), stages), []).extend(renamed)
 
     def rates(self) -> dict[tuple[str, str], float]:
-        """Return speeds of the host's work and of copies beside other work, by (sort of work, sorts beside it).
+        """Return speeds of the host's work and of copies beside other work, by (class of work, classes beside it).
 
         The speeds are relative to running alone. Runs with staging give only the speeds that other runs lack: beside
         copies into staging slots.
         """
         rates: dict[tuple[str, str], float] = {}
-        for (sort, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
+        for (work_class, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
             for beside, rate in rates_beside(observed).items():
-                if {sort, *beside.split(" + ")} & set(ON_HOST):
-                    rates.setdefault((sort, beside), rate)
+                if {work_class, *beside.split(" + ")} & set(ON_HOST):
+                    rates.setdefault((work_class, beside), rate)
         return rates
 
     def host_attention(self) -> list[float]:
@@ -178,13 +178,13 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
     return point.resource, point.operation, point.size, point.rows
 
 
-def _page_locked(sort: str) -> str:
-    """Return a sort's name; copies from page-locked memory to the GPU get the name of copies from the host."""
-    return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
+def _page_locked(work_class: str) -> str:
+    """Return a class's name; copies from page-locked memory to the GPU get the name of copies from the host."""
+    return f"{HOST}->{GPU}" if work_class == f"{PINNED}->{GPU}" else work_class
 
 
 def _page_locked_beside(beside: Mapping[str, float]) -> dict[str, float]:
-    """Return observed seconds by mix of sorts, with the sorts renamed by `_page_locked`.
+    """Return observed seconds by mix of classes, with the classes renamed by `_page_locked`.
 
     Runs with and without staging then have equal names.
     """

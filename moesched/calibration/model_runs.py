@@ -11,7 +11,7 @@ from moesched import plugins
 from moesched.calibration.exercise import Exercise, FinishedTasks, Mode
 from moesched.calibration.extent import CalibrationExtent
 from moesched.calibration.operation_times import DISK
-from moesched.calibration.task_times import Source, TaskTimes
+from moesched.calibration.task_times import RunKey, TaskTimes
 from moesched.calibration.timing import Call, Step
 from moesched.machines import ATTENTION, ATTENTION_CALLS, FEW_ROWS, MANY_ROWS, Machine
 from moesched.machines.local import assumed_machine
@@ -52,40 +52,40 @@ class ModelRuns:
         for dtype, runs in self._extent.runs.items():
             for batch in range(len(self._extent.batches)):
                 for model in runs.models:
-                    source = Source(model, dtype, batch)
+                    key = RunKey(model, dtype, batch)
                     if turn < runs.resident:
-                        yield partial(self._resident, source, turn)
+                        yield partial(self._resident, key, turn)
                     if turn < runs.serial:
-                        yield partial(self._serial, source, turn)
+                        yield partial(self._serial, key, turn)
                     if turn < runs.fresh:
-                        yield partial(self._fresh, source, turn)
+                        yield partial(self._fresh, key, turn)
                     if turn < runs.together:
-                        yield partial(self._together, source, Mode.STREAMING)
+                        yield partial(self._together, key, Mode.STREAMING)
                 if turn < runs.together:
                     for mode in (Mode.ATTENDING, Mode.SHARING):
-                        yield partial(self._together, Source(runs.models[-1], dtype, batch), mode)
+                        yield partial(self._together, RunKey(runs.models[-1], dtype, batch), mode)
 
-    def _resident(self, source: Source, turn: int) -> Call:
-        return partial(self.tasks.add_resident, source, self._run(source, Mode.RESIDENT, turn))
+    def _resident(self, key: RunKey, turn: int) -> Call:
+        return partial(self.tasks.add_resident, key, self._run(key, Mode.RESIDENT, turn))
 
-    def _serial(self, source: Source, turn: int) -> Call:
-        return partial(self.tasks.add, source, self._run(source, Mode.SERIAL, turn))
+    def _serial(self, key: RunKey, turn: int) -> Call:
+        return partial(self.tasks.add, key, self._run(key, Mode.SERIAL, turn))
 
-    def _fresh(self, source: Source, turn: int) -> Call:
-        return partial(self.tasks.add_fresh, source, self._run(source, Mode.FRESH, turn))
+    def _fresh(self, key: RunKey, turn: int) -> Call:
+        return partial(self.tasks.add_fresh, key, self._run(key, Mode.FRESH, turn))
 
-    def _together(self, source: Source, mode: Mode) -> Call:
-        return partial(self._record_rates, source, mode, self._run(source, mode, 0))
+    def _together(self, key: RunKey, mode: Mode) -> Call:
+        return partial(self._record_rates, key, mode, self._run(key, mode, 0))
 
-    def _record_rates(self, source: Source, mode: Mode, tasks: Sequence[Task]) -> None:
+    def _record_rates(self, key: RunKey, mode: Mode, tasks: Sequence[Task]) -> None:
         if mode is not Mode.SHARING:
             self.tasks.add_gaps(tasks)
-        for pair, rate in self.tasks.rates(source, tasks, fresh=mode is Mode.STREAMING).items():
+        for pair, rate in self.tasks.rates(key, tasks, fresh=mode is Mode.STREAMING).items():
             if _counts(mode, *pair):
                 self.rates.setdefault(pair, []).append(rate)
 
-    def _run(self, source: Source, mode: Mode, turn: int) -> list[Task]:
-        model, dtype, batch = source
+    def _run(self, key: RunKey, mode: Mode, turn: int) -> list[Task]:
+        model, dtype, batch = key
         runs, prompts = self._extent.runs[dtype], self._extent.batches[batch]
         checkpoint = self._folder / model.name
         if not checkpoint.exists():
@@ -136,13 +136,15 @@ def run_exercise(
     return finished.tasks
 
 
-def _counts(mode: Mode, sort: str, beside: str) -> bool:
-    """Test whether runs in a mode are used to measure the speed of a sort of work beside other sorts.
+def _counts(mode: Mode, work_class: str, beside: str) -> bool:
+    """Test whether runs in a mode are used to measure the speed of a class of work beside other classes.
 
     A read slows a kernel that has just waited for its weights more than a kernel among many in a row. Kernels wait for
     weights that stream, so only STREAMING counts for kernels beside reads.
     """
     if mode is Mode.ATTENDING:
-        return not (sort in (FEW_ROWS, MANY_ROWS) and beside == DISK)
+        return not (work_class in (FEW_ROWS, MANY_ROWS) and beside == DISK)
     attention_runs_beside_little = mode is Mode.SHARING
-    return not (attention_runs_beside_little and {ATTENTION, ATTENTION_CALLS} & {sort, *beside.split(" + ")})
+    return not (
+        attention_runs_beside_little and {ATTENTION, ATTENTION_CALLS} & {work_class, *beside.split(" + ")}
+    )

@@ -13,8 +13,8 @@ import numpy as np
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
-from moesched.machines.calibrated import DISPATCH, HOP, ROUTE_WITHIN, sort_of
-from moesched.machines.demand import at_once
+from moesched.machines.calibrated import DISPATCH, HOP, ROUTE_WITHIN, work_class_of
+from moesched.machines.cost_model import at_once
 from moesched.models.config import DType, ModelConfig
 from moesched.tasks import PageTransfer, Task, Work, WorkPart
 
@@ -60,7 +60,7 @@ class TaskKey(NamedTuple):
     expert: int
 
 
-class Source(NamedTuple):
+class RunKey(NamedTuple):
     """Identifies a run of a small model: the model, the dtype, and the index of the batch of prompts."""
 
     model: ModelConfig
@@ -78,34 +78,34 @@ class TaskTimes:
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
         self._moves: dict[WorkPart, list[float]] = {}
 
-    def add(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of `source` whose tasks ran one by one: their times are those of tasks alone, and of transfers."""
+    def add(self, run: RunKey, tasks: Iterable[Task]) -> None:
+        """Add a run whose tasks ran one by one: their times are those of tasks alone, and of transfers."""
         for task in tasks:
-            self._alone.setdefault(_key(source, task), []).append(_seconds(task))
-            if task.verb == "fetch" and source.dtype == source.model.dtype:  # otherwise a fetch converts, too
+            self._alone.setdefault(_key(run, task), []).append(_seconds(task))
+            if task.verb == "fetch" and run.dtype == run.model.dtype:  # otherwise a fetch converts, too
                 self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
 
-    def add_resident(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of `source` whose tasks ran one by one with all weights in memory.
+    def add_resident(self, run: RunKey, tasks: Iterable[Task]) -> None:
+        """Add a run whose tasks ran one by one with all weights in memory.
 
         Such runs are separate, since after a fetch every task is slower for a while: the processor has waited, and its
         caches have other data.
         """
-        self._add_means(source, tasks, resident=True)
+        self._add_means(run, tasks, resident=True)
 
-    def add_fresh(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of `source` in which weights were fetched for every micro-batch, as streaming policies do.
+    def add_fresh(self, run: RunKey, tasks: Iterable[Task]) -> None:
+        """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
 
         A task is slower on weights that were just fetched, and after the processor waited for them.
         """
         fetched = [task for task in tasks if task.layer == FETCHED_LAYER]
         for task in fetched:
-            self._alone.setdefault(_key(source, task, fresh=True), []).append(_seconds(task))
+            self._alone.setdefault(_key(run, task, fresh=True), []).append(_seconds(task))
         on_weights = (task for task in fetched if task.verb not in ("fetch", *WITHOUT_WEIGHTS))
-        self._add_means(source, on_weights, resident=False)
+        self._add_means(run, on_weights, resident=False)
 
-    def _add_means(self, source: Source, tasks: Iterable[Task], *, resident: bool) -> None:
-        """Add the mean seconds of each group of tasks of a run of `source`.
+    def _add_means(self, run: RunKey, tasks: Iterable[Task], *, resident: bool) -> None:
+        """Add the mean seconds of each group of tasks of a run.
 
         A group's first task, which binds kernels for the others, is left out.
 
@@ -114,7 +114,7 @@ class TaskTimes:
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
-            group = _group(source, task, resident=resident)
+            group = _group(run, task, resident=resident)
             times.setdefault(group, []).append(_seconds(task))
             self._works.setdefault(group, task.work)
         for group, seconds in times.items():
@@ -174,31 +174,33 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def speeds(self) -> dict[str, list[float]]:
-        """Return the speeds of tasks in all runs, by sort of work, each relative to the median speed of equal tasks."""
+        """Return the speeds of tasks in all runs, by class of work, relative to the median speed of equal tasks."""
         found: dict[str, list[float]] = {}
         for group, times in self._times.items():
             middle = median(times)
-            found.setdefault(sort_of(self._works[group]), []).extend(middle / each for each in times if each)
+            found.setdefault(work_class_of(self._works[group]), []).extend(
+                middle / each for each in times if each
+            )
         return found
 
     def rates(
-        self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
+        self, run: RunKey, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return speeds of a run's tasks beside others, relative to running alone, by (sort of work, sorts beside it).
+        """Return speeds of a run's tasks beside others, relative to running alone, by (class, classes beside it).
 
         Args:
             fresh: whether the tasks are compared with tasks alone on just fetched weights (see `observed`).
         """
         return {
-            (sort, others): rate
-            for sort, group in self.observed(source, tasks, fresh=fresh).items()
+            (work_class, others): rate
+            for work_class, group in self.observed(run, tasks, fresh=fresh).items()
             for others, rate in rates_beside(group).items()
         }
 
     def observed(
-        self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
+        self, run: RunKey, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[str, list[Observed]]:
-        """Return the tasks of a run that ran beside other tasks, by sort of work.
+        """Return the tasks of a run that ran beside other tasks, by class of work.
 
         Prefill is left out: the first task of a size may take longer even alone.
 
@@ -208,10 +210,10 @@ class TaskTimes:
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:
-            alone = self._alone.get(_key(source, task, fresh=fresh))
+            alone = self._alone.get(_key(run, task, fresh=fresh))
             if alone is not None and task.phase == "decode":
                 each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
-                observed.setdefault(sort_of(task.work), []).append(each)
+                observed.setdefault(work_class_of(task.work), []).append(each)
         return observed
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
@@ -307,8 +309,8 @@ def rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
-def _group(source: Source, task: Task, *, resident: bool) -> Group:
-    model, dtype, batch = source
+def _group(run: RunKey, task: Task, *, resident: bool) -> Group:
+    model, dtype, batch = run
     if task.verb == "run_expert":
         rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
         return Group(model.name, dtype, batch, task.verb, resident, rows, False)
@@ -317,8 +319,8 @@ def _group(source: Source, task: Task, *, resident: bool) -> Group:
     return Group(model.name, dtype, batch, task.verb, resident, task.micro_batch, task.phase == "prefill")
 
 
-def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
-    model, dtype, batch = source
+def _key(run: RunKey, task: Task, *, fresh: bool = False) -> TaskKey:
+    model, dtype, batch = run
     verb = "attention" if task.verb == "cpu_attention" else task.verb
     expert = task.expert
     if isinstance(task, PageTransfer) and task.pages:
@@ -327,7 +329,7 @@ def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
 
 
 def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
-    """Return the seconds of a task during which other lanes were busy, by the mix of sorts of work on those lanes."""
+    """Return the seconds of a task during which other lanes were busy, by the mix of classes of work on those lanes."""
     others = [
         each
         for each in tasks
@@ -336,9 +338,9 @@ def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
     changes = {task.start, task.end, *(each.start for each in others), *(each.end for each in others)}
     seconds: dict[str, float] = {}
     for start, end in pairwise(sorted(each for each in changes if task.start <= each <= task.end)):
-        sorts = [sort_of(each.work) for each in others if each.start <= start and each.end >= end]
-        if sorts:
-            seconds[at_once(sorts)] = seconds.get(at_once(sorts), 0.0) + (end - start) / 1e9
+        classes = [work_class_of(each.work) for each in others if each.start <= start and each.end >= end]
+        if classes:
+            seconds[at_once(classes)] = seconds.get(at_once(classes), 0.0) + (end - start) / 1e9
     return seconds
 
 

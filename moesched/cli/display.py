@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moesched.cli.output import Bar, stdout
 from moesched.inputs.prompts import Prompt
@@ -17,8 +17,9 @@ from moesched.tasks import Task
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.table import Table
 
-    from moesched.drivers.replay import Timeline
+    from moesched.drivers.replay import ReplayedRun
 
 _log = Log(__name__)
 
@@ -198,7 +199,7 @@ class ManyTexts(LoadingBar):
         live.start()
         return live
 
-    def _table(self) -> Any:
+    def _table(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 
@@ -240,8 +241,8 @@ class SimulationBar(Listener):
             self._samples += 1
             self._bar.update(self._samples)
 
-    def replayed(self, timeline: Timeline) -> None:
-        """Complete the bar, since the batch that `timeline` records is done."""
+    def replayed(self, run: ReplayedRun) -> None:
+        """Complete the bar, since the batch of `run` is done."""
         self._bar.update(self._all)
 
     def estimating(self, done: int, total: int) -> None:

@@ -67,23 +67,8 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
     if not isinstance(error, OutOfMemory) and (reason := memory_refusal(error)):
         tell(f"out of memory ({reason}): free some memory, or raise the limits of this process")
         return BAD_INPUT if report_of(error) is None else FAILED
-    if isinstance(error, RepeatArgumentError):
-        tell(f"{error.token.keyword} is given twice: give it once")
-        return BAD_INPUT
-    if isinstance(error, UnknownOptionError) and _asks_for_several_servers(error):
-        tell(
-            f"serve has no {error.token.keyword}: a server is one process on one machine. Predict several machines "
-            "with moesched simulate --arrivals ... --nodes N"
-        )
-        return BAD_INPUT
-    if isinstance(error, UnknownOptionError) and (remedy := _same_option(error)):
-        tell(remedy)
-        return BAD_INPUT
-    if isinstance(error, MissingArgumentError) and not (error.unused_tokens or [""])[0].startswith("-"):
-        tell(_needed(error))
-        return BAD_INPUT
     if type(error).__module__.startswith("cyclopts"):
-        tell(f"{error} See moesched --help, or --help after a command.")
+        tell(_refused_arguments(error))
         return BAD_INPUT
     if is_policys(error):
         first, *others = explained(forgotten[0] if forgotten else error)
@@ -103,6 +88,22 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
         return BAD_INPUT
     traceback.print_exception(error, file=sys.stderr)
     return FAILED
+
+
+def _refused_arguments(error: BaseException) -> str:
+    """Return the message for arguments that the command line does not take, `error` being cyclopts'."""
+    if isinstance(error, RepeatArgumentError):
+        return f"{error.token.keyword} is given twice: give it once"
+    if isinstance(error, UnknownOptionError) and _asks_for_several_servers(error):
+        return (
+            f"serve has no {error.token.keyword}: a server is one process on one machine. Predict several machines "
+            "with moesched simulate --arrivals ... --nodes N"
+        )
+    if isinstance(error, UnknownOptionError) and (remedy := _same_option(error)):
+        return remedy
+    if isinstance(error, MissingArgumentError) and not (error.unused_tokens or [""])[0].startswith("-"):
+        return _needed(error)
+    return f"{error} See moesched --help, or --help after a command."
 
 
 def _asks_for_several_servers(error: UnknownOptionError) -> bool:

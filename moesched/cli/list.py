@@ -236,7 +236,7 @@ def _loaded(name: str, load: Callable[[str], Any], figures: Callable[[Any], Entr
     return {"name": name, "description": found.description, "problem": None, **figures(found)}
 
 
-def _first_sentence(found: Any) -> str:
+def _first_sentence(found: object) -> str:
     """Return the first sentence of an object's docstring, or the first paragraph if that has no full stop."""
     text = " ".join((inspect.getdoc(found) or "").split("\n\n", 1)[0].split())
     sentence = re.match(r".*?[.!?](?= [A-Z`]|$)", text)

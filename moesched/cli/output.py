@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -62,7 +62,7 @@ def print_lines(lines: Iterable[str]) -> None:
         print(plain_text(line).rstrip(), file=command_output())
 
 
-def print_json(content: Any) -> None:
+def print_json(content: object) -> None:
     """Print one JSON value on standard output."""
     out = command_output()
     out.flush()
@@ -134,7 +134,6 @@ class Bar:
         self._total: float | None = None
         self._done = 0.0
         self._progress: Progress | None = None
-        self._task: Any = None
         self._closed = False
         self._lock = threading.Lock()
         self._patience = patience
@@ -162,9 +161,10 @@ class Bar:
         self._total = total or (None if other else self._total)
         self._what = plain_text(what or self._what)
         if self._progress is not None:
-            self._progress.update(self._task, completed=done, description=self._what)
-            if self._progress.tasks[0].total != self._total:
-                self._progress.reset(self._task, total=self._total, description=self._what)
+            (task,) = self._progress.tasks
+            self._progress.update(task.id, completed=done, description=self._what)
+            if task.total != self._total:
+                self._progress.reset(task.id, total=self._total, description=self._what)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -192,6 +192,6 @@ class Bar:
             progress = Progress(
                 *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=stderr(), transient=True
             )
-            self._task = progress.add_task(self._what, total=self._total, completed=int(self._done))
+            progress.add_task(self._what, total=self._total, completed=int(self._done))
             progress.start()
             self._progress = progress

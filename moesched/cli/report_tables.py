@@ -25,39 +25,14 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
     Args:
         trace: path of the run's trace, for the suggested commands; None if none was written.
     """
-    measured = "measured" if report.measured else "predicted"
-    instead = f" instead of {report.model_dtype}" if report.dtype == "float16" != report.model_dtype else ""
-    policy = report.policy + planners_choice(report.chosen_at)
-    say(f"\n{policy} on {report.model} ({report.dtype}{instead}), {measured} on {report.place}")
-    plan = report.plan
-    requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
-    sizes = f"{requests}, micro-batches of {plan.micro_batch_size}, {_new_tokens(report)}"
-    if plan.prefill_chunk is not None:
-        sizes += f", prompts in chunks of {plan.prefill_chunk} tokens"
-    if report.padded:
-        sizes += ", padded"
-    if report.batches > 1:
-        sizes += f", {report.batches} batches"
-    placed = (
-        f"{plan.resident_pages} resident pages, {plan.streamed_pages} streamed; {_kv_cache(plan.kv_on_gpu)}"
-    )
-    say(f"{sizes}; {placed}")
+    say(f"\n{_title(report)}")
+    say(_sizes(report))
     if report.cores is not None:
         say(_cores(report.cores))
     if report.kernels:
         say(_kernels(report.kernels))
     say()
-    wall = "wall" if report.emulation is None else "wall, not dilated"
-    rates = _rates(report) | {wall: format_seconds(report.wall_seconds)}
-    expected = report.expected
-    if expected is None:
-        print_table(["", measured], list(rates.items()), figures=1)
-    else:
-        beside = _rates(expected)
-        rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
-        name, error = PUBLISHED_PREFILLS
-        rows.insert(list(rates).index("prefill") + 1, (name, "", error))
-        print_table(["", measured, "expected"], rows, figures=2)
+    _print_rates(report)
     if repeated := _repeated(report):
         say(repeated)
     say()
@@ -66,7 +41,7 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
         say_helps(report.helps, trace)
         say()
     say_band(report.band, report.widest_rate, report.at_peak)
-    _print_lanes(report.lanes, None if expected is None else expected.lanes)
+    _print_lanes(report.lanes, None if report.expected is None else report.expected.lanes)
     if report.no_expectation is not None:
         say(f"\nNot compared with a prediction: {report.no_expectation}")
     if report.weights_home is not None:
@@ -102,6 +77,46 @@ def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
         say(f"{each.sentence}:\n  moesched {command}")
     if any(each.decisions_unchanged for each in helps):
         say(DECISIONS_HELD)
+
+
+def _title(report: JobReport) -> str:
+    """Return a line of text with the report's policy, model, dtype and machine."""
+    policy = report.policy + planners_choice(report.chosen_at)
+    instead = f" instead of {report.model_dtype}" if report.dtype == "float16" != report.model_dtype else ""
+    return f"{policy} on {report.model} ({report.dtype}{instead}), {_measured_or_predicted(report)} on {report.place}"
+
+
+def _measured_or_predicted(report: JobReport) -> str:
+    return "measured" if report.measured else "predicted"
+
+
+def _sizes(report: JobReport) -> str:
+    """Return a line of text with the sizes of a run's batches, and with the places of weights and KV cache."""
+    plan = report.plan
+    requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
+    sizes = f"{requests}, micro-batches of {plan.micro_batch_size}, {_new_tokens(report)}"
+    if plan.prefill_chunk is not None:
+        sizes += f", prompts in chunks of {plan.prefill_chunk} tokens"
+    if report.padded:
+        sizes += ", padded"
+    if report.batches > 1:
+        sizes += f", {report.batches} batches"
+    pages = f"{plan.resident_pages} resident pages, {plan.streamed_pages} streamed"
+    return f"{sizes}; {pages}; {_kv_cache(plan.kv_on_gpu)}"
+
+
+def _print_rates(report: JobReport) -> None:
+    """Print the rates and times of a report, beside the expected ones if there are any."""
+    wall = "wall" if report.emulation is None else "wall, not dilated"
+    rates = _rates(report) | {wall: format_seconds(report.wall_seconds)}
+    if report.expected is None:
+        print_table(["", _measured_or_predicted(report)], list(rates.items()), figures=1)
+        return
+    beside = _rates(report.expected)
+    rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
+    name, error = PUBLISHED_PREFILLS
+    rows.insert(list(rates).index("prefill") + 1, (name, "", error))
+    print_table(["", _measured_or_predicted(report), "expected"], rows, figures=2)
 
 
 def _rates(report: JobReport) -> dict[str, str]:

@@ -37,7 +37,7 @@ def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> in
     import msgspec
 
     from moesched.cli.results import say_where
-    from moesched.server.serve import ENGINE, Listener, serve
+    from moesched.server.serve import ENGINE, ServerCallbacks, serve
 
     model.admission_rule()  # refused here, before another process begins
     model = replace(model, device_settings=cpu.with_threads(model.device_settings))
@@ -55,8 +55,8 @@ def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> in
         def starting(what: Starting) -> None:
             bar.update(what.done, what.total, what.what)
 
-        listener = Listener(starting, say, tell_closing)
-        served = serve(Path(model.model), http, [*ENGINE, options], listener)
+        callbacks = ServerCallbacks(starting, say, tell_closing)
+        served = serve(Path(model.model), http, [*ENGINE, options], callbacks)
     if served:
         say_where(model.trace, None)
     return 0

@@ -10,12 +10,12 @@ from functools import cache
 
 from moesched.drivers.sharing import fair_rates
 from moesched.machines.cost import cost_model
-from moesched.machines.demand import CostModel, Demand
+from moesched.machines.cost_model import CostModel
 from moesched.models.layout import Page
 from moesched.models.operations import Amount
 from moesched.steps.plan import Plan
 from moesched.steps.roles import Role
-from moesched.tasks import Work, WorkPart
+from moesched.tasks import Demand, Work, WorkPart
 
 MANY_ROWS = 1024
 

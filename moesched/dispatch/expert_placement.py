@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from moesched.errors import BadInput
 from moesched.models.layout import Page
 from moesched.routing.profile import read_routing_profile
-from moesched.steps.fixed_pages import Fixed
+from moesched.steps.fixed_pages import FixedPages
 from moesched.steps.plan import Plan
 
 Expert = tuple[int, int]
@@ -94,7 +94,7 @@ def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -
     return frozenset(resident)
 
 
-def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixed | None:
+def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> FixedPages | None:
     """Keep all experts except those in `resident` in host memory.
 
     Returns:

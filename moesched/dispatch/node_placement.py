@@ -342,8 +342,7 @@ def _neighbours(holders: Holders) -> Iterator[Holders]:
 
     holders: for each expert, a bit mask of the nodes that hold the expert.
     """
-    sorts = sorted(set(holders))
-    for one, other in combinations(sorts, 2):
+    for one, other in combinations(sorted(set(holders)), 2):
         only_one, only_other = one & ~other, other & ~one
         for first in _bits(only_one):
             if one != first:  # `first` gives up its copy of the one for a copy of the other

@@ -38,7 +38,7 @@ class KeepsLogits(Protocol):
             (sequences, vocabulary).
     """
 
-    logits: list[tuple[tuple[int, ...], Any]]
+    logits: list[tuple[tuple[int, ...], np.ndarray[Any, Any]]]
 
 
 class PolicyRun(NamedTuple):

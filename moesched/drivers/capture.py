@@ -7,7 +7,7 @@ same tasks on the same lanes, with edges equally far back in program order), all
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from moesched.drivers.policies import scheduled
 from moesched.drivers.policy_state import state_of
@@ -19,7 +19,9 @@ from moesched.steps.ruled_pool import RuledPool
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
 from moesched.steps.works import GROWING
-from moesched.tasks import CLASS_SHIFT, Collective, Lane, Task, Work, class_of
+from moesched.tasks import CLASS_SHIFT, Block, Collective, Lane, Task, Work, class_of
+
+T = TypeVar("T", bound=Task)
 
 Price = Callable[[Work], int]
 """Function from a work to its nanoseconds."""
@@ -41,8 +43,15 @@ class CapturingEngine(Engine):
         self._taken = 0
         self.look = _no_time
 
-    def submit(self, task: Any, *arguments: Any, **named: Any) -> Any:
-        super().submit(task, *arguments, **named)
+    def submit(
+        self,
+        task: T,
+        reads: Sequence[Block] = (),
+        writes: Sequence[Block] = (),
+        after: Sequence[Task] = (),
+        priority_class: int = 0,
+    ) -> T:
+        super().submit(task, reads, writes, after, priority_class)
         self._tasks.append(task)
         return task
 
@@ -288,7 +297,7 @@ def _shifted(bits: int, by: int) -> int:
     return bits >> by if by >= 0 else bits << -by
 
 
-def _identity(task: Task) -> tuple[Any, ...]:
+def _identity(task: Task) -> tuple[object, ...]:
     """Return the properties of a task that must be equal in two steps for the steps to have the same graph."""
     work = task.work
     return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)

@@ -37,10 +37,10 @@ class LaneReports(Protocol):
 
     clock: Clock
     origin: int
-    lock: Any
+    lock: threading.Lock
 
     def complete(
-        self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
+        self, task: Task, value: object, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
         """Report that a task ended; call this with the engine's lock held.
 

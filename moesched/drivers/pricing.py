@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.tasks import Work
 
 

@@ -45,7 +45,7 @@ class SharedEngine(Engine):
 
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
         super().__init__(lanes, halt_on_failure=halt_on_failure)
-        self.lock: Any = threading.Lock()
+        self.lock = threading.Lock()
         self.dispatch: Callable[..., object] = lambda *_: None
         self.policy_since = 0
         """Start of the next submit delay, in nanoseconds: the awaited task's end, or the last recorded submission."""
@@ -252,7 +252,7 @@ class RealtimeDriver:
     # -- on any thread, with the lock held ---------------------------------------------------------
 
     def complete(
-        self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
+        self, task: Task, value: object, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
         """Tell the engine that a task ended, and start the tasks that are ready now.
 

@@ -1,6 +1,6 @@
-"""Replay: computes the timeline of a run from captured steps, in arrays of integers, with durations for each step.
+"""Replay: computes the times of a run's tasks from captured steps, in arrays of integers, with durations for each step.
 
-The timeline equals the virtual driver's to the nanosecond, and takes less time to compute.
+They equal the virtual driver's to the nanosecond, and take less time to compute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from moesched.drivers.capture import Price, Sized, StepGraph, capture
 from moesched.drivers.in_order import play_in_order
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.seams import Policy
 from moesched.steps.run_state import RunState
 from moesched.tasks import CLASS_SHIFT, DONE, Lane, Task, Work
@@ -27,8 +27,8 @@ _NUMBER = (1 << CLASS_SHIFT) - 1
 """Mask of the bits of a key that are the task's number."""
 
 
-class Timeline:
-    """Start and end of every task of a replayed run, in nanoseconds; tasks are numbered in order of submission.
+class ReplayedRun:
+    """A replayed run: start and end of every task, in nanoseconds; tasks are numbered in order of submission.
 
     Attributes:
         steps: the captured step that each step of the run repeats; the first one is loading.
@@ -151,13 +151,13 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
 @runtime_checkable
 class ReplayObserver(Protocol):
-    """An observer that takes a replayed run as one `Timeline`, since making all its tasks would take longer."""
+    """An observer that takes a replayed run as one `ReplayedRun`, since making all its tasks would take longer."""
 
-    def replayed(self, timeline: Timeline) -> None:
-        """Observe the whole timeline; called instead of `ended` for each task."""
+    def replayed(self, run: ReplayedRun) -> None:
+        """Observe the whole run; called instead of `ended` for each task."""
 
 
-def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline:
+def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> ReplayedRun:
     """Capture a run, and replay it with durations from `cost`.
 
     Raises:
@@ -199,14 +199,14 @@ class CapturedRun:
             return _play(self._steps, self._run_state, price).step_ends()
 
 
-def _play(steps: list[StepGraph], run_state: RunState, price: Price) -> Timeline:
+def _play(steps: list[StepGraph], run_state: RunState, price: Price) -> ReplayedRun:
     lanes = run_state.engine.lanes
     priced = _PricedSteps(steps, run_state, price)
     if all(lane.in_order for lane in lanes):
         starts, ends = play_in_order(steps, map(priced.durations, range(len(steps))))
     else:
         starts, ends = Player(steps, len(lanes), priced.durations).run()
-    return Timeline(steps, priced.works, starts, ends)
+    return ReplayedRun(steps, priced.works, starts, ends)
 
 
 class _PricedSteps:
@@ -228,13 +228,13 @@ class _PricedSteps:
         if step.samples:
             run_state.begin_step()
             run_state.end_step()
-        works = {key: run_state.numbered(key[0]).works_at[0][key[2]][key[1]] for key in step.sized}
+        works = {key: run_state.micro_batch(key[0]).works_at[0][key[2]][key[1]] for key in step.sized}
         self.works.append(works)
         return step.nanoseconds(self._price, works)
 
 
 class Player:
-    """Computes the timeline of captured steps on lanes, by priority or in program order, in arrays that grow.
+    """Computes the times of captured steps' tasks on lanes, by priority or in program order, in arrays that grow.
 
     Step n is submitted once all micro-batches have sampled in step n - 2, as in `Generation`.
 

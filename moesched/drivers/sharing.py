@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil, inf, prod
 
-from moesched.machines.demand import Demand, at_once
-from moesched.tasks import Work
+from moesched.machines.cost_model import at_once
+from moesched.tasks import Demand, Work
 
 IDLE = -1
 
@@ -49,18 +49,19 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
         rising -= held
     for index, demand in enumerate(demands):
         if demand.slowed:
-            others = [each.sort for other, each in enumerate(demands) if other != index and each.sort]
+            beside = (*demands[:index], *demands[index + 1 :])
+            others = [each.work_class for each in beside if each.work_class]
             rates[index] *= _speed_beside(others, dict(demand.slowed))
     return tuple(rates)
 
 
 def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
-    """Return the measured speed of one sort of work beside other sorts, relative to running alone.
+    """Return the measured speed of one class of work beside other classes, relative to running alone.
 
     Args:
-        others: names of the sorts of work that run at the same time.
-        slowed: measured speeds by the other sorts' names; if all of `others` together were not measured, the product of
-            the speeds beside each one is returned, with 1 for a sort that was not measured.
+        others: names of the classes of work that run at the same time.
+        slowed: measured speeds by the other classes' names; if all of `others` together were not measured, the product
+            of the speeds beside each one is returned, with 1 for a class that was not measured.
     """
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured
@@ -119,6 +120,7 @@ class Shared:
         try:
             kind = self._kinds[work]
         except KeyError:
+            assert work.demand is not None
             kind = self._kinds[work] = self._kind(work.demand)
         self._ends[lane] = self.now + (work.nanoseconds + longer) / self._rated.rates[lane]
         started = self._mix.started[lane]

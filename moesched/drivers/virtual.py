@@ -19,7 +19,7 @@ from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.sharing import IDLE, Shared, SharedApart
 from moesched.engine import Engine
 from moesched.errors import PolicyError
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.seams import Delay, Observer
 from moesched.tasks import Lane, Task
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from moesched.errors import BadInput
 from moesched.models.gguf.vocabulary import PREFIX, TokenType, Vocabulary
 from moesched.models.headers import RESTORE
 from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
+
+if TYPE_CHECKING:
+    import tokenizers
 
 SPACE = "▁"
 """The character for a space in SentencePiece."""
@@ -64,8 +67,8 @@ BYTE_PAIRS, SENTENCE_PIECE = "gpt2", "llama"
 """Names of kinds of tokenizers in files, `tokenizer.ggml.model`."""
 
 
-def gguf_tokenizer(path: Path, vocabulary: Vocabulary) -> Any:
-    """Make a `tokenizers.Tokenizer` of a GGUF file's vocabulary.
+def gguf_tokenizer(path: Path, vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """Make the tokenizer of a GGUF file's vocabulary.
 
     Args:
         path: file of the vocabulary, for messages.
@@ -97,7 +100,7 @@ def _unknown(path: Path, key: str, name: str | None, known: Mapping[str, object]
 # ---------------------------------------------------------------- kinds
 
 
-def _byte_pairs(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
+def _byte_pairs(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> tokenizers.Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     rule = WORD_RULES.get(vocabulary.pre or "")
@@ -129,7 +132,7 @@ def _pair(path: Path, merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
     return first, second
 
 
-def _sentence_piece(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
+def _sentence_piece(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     if not vocabulary.scores:
@@ -182,8 +185,8 @@ def _scored_pairs(vocabulary: Vocabulary, ids: Mapping[str, int]) -> Iterator[tu
 # ---------------------------------------------------------------- special tokens
 
 
-def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
-    """Register the vocabulary's special tokens, which are never divided, in the `tokenizers.Tokenizer` `made`.
+def _add_tokens(made: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+    """Register the vocabulary's special tokens, which are never divided, in the tokenizer `made`.
 
     Decoded text omits control and unknown tokens.
     """
@@ -200,8 +203,8 @@ def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
     made.add_tokens([AddedToken(each, normalized=False) for each in of(TokenType.USER_DEFINED)])
 
 
-def _add_ends(made: Any, vocabulary: Vocabulary) -> None:
-    """Make the `tokenizers.Tokenizer` `made` put the begin and end tokens that the model expects around a text."""
+def _add_ends(made: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+    """Make the tokenizer `made` put the begin and end tokens that the model expects around a text."""
     from tokenizers import processors
 
     begins = vocabulary.add_bos_token

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "▁"
 
 
-def stands_for_bytes(tokenizer: Any) -> bool:
+def stands_for_bytes(tokenizer: tokenizers.Tokenizer) -> bool:
     """Test whether characters in the token names of a `tokenizers.Tokenizer` stand for bytes, as in GPT-2's."""
     decoder = tokenizer.decoder
     return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from moesched.errors import BadInput
 from moesched.inputs.gguf_tokenizer import gguf_tokenizer
@@ -16,6 +16,12 @@ from moesched.models.gguf.vocabulary import Vocabulary, read_vocabulary
 from moesched.system.decoding import require_few_values
 from moesched.system.input_file import is_file, read_input
 from moesched.system.silence import STDERR, silent
+
+if TYPE_CHECKING:
+    import tokenizers
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 TOKENIZER_NAME = "tokenizer.json"
 MOST_BYTES = 50_000_000
@@ -31,7 +37,7 @@ _CONTEXT_TOKENS = 8
 _RESTORE = "copy it again from where the checkpoint came from"
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> tokenizers.Tokenizer:
     """Load a tokenizer.json as a `tokenizers.Tokenizer`.
 
     Raises:
@@ -55,10 +61,10 @@ class Tokenizer:
         BadInput: the file cannot be read, or is no tokenizer.
     """
 
-    def __init__(self, path: Path, load: Callable[[Path], Any] = read_json) -> None:
+    def __init__(self, path: Path, load: Callable[[Path], tokenizers.Tokenizer] = read_json) -> None:
         self._path = path
         with silent(STDERR):
-            self._tokenizer: Any = self._call(load, path, "is not a tokenizer")
+            self._tokenizer = self._call(load, path, "is not a tokenizer")
             # Files keep those of the training; transformers resets them as well.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -92,8 +98,7 @@ class Tokenizer:
         Raises:
             BadInput: the tokenizer fails.
         """
-        text: str = self._call(self._tokenizer.decode, list(ids), "cannot decode tokens")
-        return text
+        return self._call(self._tokenizer.decode, list(ids), "cannot decode tokens")
 
     def is_special(self, token: int) -> bool:
         """Test whether a token id stands for a special token, which decoded text omits."""
@@ -104,15 +109,14 @@ class Tokenizer:
 
         Special tokens give their names in UTF-8.
         """
-        name: str | None = self._tokenizer.id_to_token(token)
+        name = self._tokenizer.id_to_token(token)
         return b"" if name is None else token_bytes(name, in_bytes=self._in_bytes)
 
     def _encode(self, text: str, *, bare: bool = False) -> list[int]:
         # A batch, also of one text, lets other threads run meanwhile.
         encode = partial(self._tokenizer.encode_batch, add_special_tokens=not bare)
         [encoded] = self._call(encode, [text], "cannot encode the text")
-        ids: list[int] = encoded.ids
-        return ids
+        return encoded.ids
 
     def _require_short(self, text: str, most: int) -> None:
         """Raise BadInput for a text with far more than `most` tokens, without encoding all of it.
@@ -130,7 +134,7 @@ class Tokenizer:
                 )
             tokens += len(self._encode(text[start : start + PIECE]))
 
-    def _call(self, function: Callable[[Any], Any], argument: Any, problem: str) -> Any:
+    def _call(self, function: Callable[[A], R], argument: A, problem: str) -> R:
         """Call a function of the library `tokenizers`, and raise BadInput if it fails.
 
         Panics of the library count as failures, although they are not instances of `Exception`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import msgspec
 
@@ -15,6 +15,7 @@ from moesched.runs.outcome import Report
 from moesched.system.signals import hold_signals, release_signals
 
 T = TypeVar("T", bound=Report)
+Arguments = TypeVarTuple("Arguments")
 
 
 class NotTraced(BadInput):
@@ -32,7 +33,7 @@ class BatchReports:
         self.all: list[JobReport] = []
         self._ending = Ending()
 
-    def add(self, job: Callable[..., JobReport], *arguments: Any) -> None:
+    def add(self, job: Callable[[*Arguments], JobReport], *arguments: *Arguments) -> None:
         """Run one batch, by the call `job(*arguments)`, and keep its report.
 
         Raises:

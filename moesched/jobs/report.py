@@ -82,34 +82,9 @@ class JobReport(Report, frozen=True, kw_only=True):
         return f"<{type(self).__name__}: {self.title}, batch of {self.plan.batch_size}, {rate}{ending}>"
 
     def _repr_html_(self) -> str:
-        from moesched.jobs.report_cell import report_html  # drawing is loaded where something is drawn
+        from moesched.jobs.report_cell import report_html  # loaded where something is drawn
 
-        return report_html(self)
-
-    @property
-    def figures(self) -> str:
-        """Kind of the report's figures: "measured", "emulated" or "predicted"."""
-        if self.emulation is not None:
-            return "emulated"
-        return "measured" if self.measured else "predicted"
-
-    @property
-    def title(self) -> str:
-        """Title of the report: policy, model, machine, and kind of figures."""
-        return f"{self.policy} on {self.model}, {self.figures} on {self.place}"
-
-    @property
-    def place(self) -> str:
-        """The machine, with its number of nodes or accelerators if several, and the slow-down if it was emulated."""
-        count = self.tensor_parallel
-        machine = self.machine if count == 1 else f"{self.machine}, cut over {count} accelerators"
-        if self.nodes > 1:
-            machine = f"{self.nodes} nodes of {self.machine}"
-        if self.emulation is None:
-            return machine
-        prefill, decode = self.emulation.dilation.prefill, self.emulation.dilation.decode
-        by = f"{decode:g}" if prefill == decode else f"{prefill:g} in prefill, {decode:g} in decode"
-        return f"{machine} (emulated, time dilated by {by})"
+        return report_html(self, self.budget_bytes, self.trace)
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the report to JSON values; measured runs have tokens and text, predicted ones the simulated time."""

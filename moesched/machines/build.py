@@ -51,6 +51,9 @@ Apple publishes no rule. Metal reports 10,922.67 MiB of 16 GiB (abetlen/llama-cp
 """
 
 GPU_COMMENT = "Reserved, assumed: driver, context and the libraries' workspaces."
+SLOTS_COMMENT = (
+    "Assumed: a slot of its own for each GPU, and no bridge between them: up one slot and down another."
+)
 SYSTEM_COMMENT = "Reserved, assumed: the system, Python and other programs."
 MAC_COMMENT = (
     "Reserved: what macOS withholds from the GPU by default (Metal's recommendedMaxWorkingSetSize: three quarters of "
@@ -130,31 +133,16 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
     disk = None if parts.disk is None else parse_disk(parts.disk)
     if parts.weights == "disk" and disk is None:
         raise BadInput("--weights disk needs a disk: add, for instance, --disk 7GB/s")
-    links, link_comments = joint.links, {"links.host->gpu": joint.comment}
+    links = joint.links
     memories = {
         "gpu": Tier(
             capacity=gpu.usable or gpu.memory, bandwidth=gpu.bandwidth, reserved=format_size(GPU_RESERVED)
         ),
         "host": _host_tier(host),
     }
-    comments = {
-        "processors.gpu": gpu_comment(gpu, count),
-        "memories.gpu": f"{gpu.name}: {gpu.memory} at {format_bytes(gpu.bandwidth)}/s; {gpu.source}. {GPU_COMMENT}",
-        "staging": STAGING_COMMENT,
-        "accelerator_group": (
-            "Assumed: a slot of its own for each GPU, and no bridge between them: up one slot and down another."
-        ),
-    }
     if disk is not None:
         memories["disk"] = _disk_tier(disk)
         links += [_disk_link(disk, "host"), _disk_link(disk, "gpu")]
-        link_comments["links.disk"] = (
-            "The disk reads into host memory; what stays on the GPU is loaded by way of it. Assumed: 100 us to begin."
-        )
-        comments["memories.disk"] = disk_comment(disk, parts.disk)
-        comments["roles"] = 'Models that do not fit into the host need weights = "disk" (--weights disk).'
-    if count > 1:
-        comments["accelerator_group"] = RING_COMMENT
     machine = Machine(
         name=parts.name or f"{times(gpu.name, count)}, {times(cpu.name, sockets)}",
         description=f"{times(gpu.name, count)} on {joint.words}, {times(cpu.name, sockets)}, {host.words}",
@@ -177,11 +165,34 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
     )
     if parts.pinned is not None:
         machine = staged(machine, parts.pinned)
+    comments = _gpu_comments(parts, gpu, count, disk, joint.comment)
+    return _built(machine, comments, cpu, sockets, host, joint.assumed)
+
+
+def _gpu_comments(parts: Parts, gpu: Gpu, count: int, disk: Disk | None, of_link: str) -> dict[str, str]:
+    """Return the sources of the figures of `count` GPUs and a disk, by the name of the table in the machine's file.
+
+    of_link: source of the rate of the link between host and GPU.
+    """
+    comments = {
+        "processors.gpu": gpu_comment(gpu, count),
+        "memories.gpu": f"{gpu.name}: {gpu.memory} at {format_bytes(gpu.bandwidth)}/s; {gpu.source}. {GPU_COMMENT}",
+        "staging": STAGING_COMMENT,
+        "accelerator_group": RING_COMMENT if count > 1 else SLOTS_COMMENT,
+    }
+    of_links = {"links.host->gpu": of_link}
+    if disk is not None:
+        comments["memories.disk"] = disk_comment(disk, parts.disk)
+        comments["roles"] = 'Models that do not fit into the host need weights = "disk" (--weights disk).'
+        of_links["links.disk"] = (
+            "The disk reads into host memory; what stays on the GPU is loaded by way of it. Assumed: 100 us to begin."
+        )
+    if parts.pinned is not None:
         comments["memories.pinned"] = (
             f"--pinned {parts.pinned}, with the links that the host's memory would have."
         )
-        link_comments["links.host->pinned"] = comments.pop("staging")
-    return _built(machine, comments | link_comments, cpu, sockets, host, joint.assumed)
+        of_links["links.host->pinned"] = comments.pop("staging")
+    return comments | of_links
 
 
 def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:

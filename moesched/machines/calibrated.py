@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moesched.errors import BadInput
-from moesched.machines.demand import Demand
 from moesched.machines.launches import ONLY_MOVING
 from moesched.machines.machine import (
     ATTENTION,
@@ -21,7 +20,7 @@ from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
 from moesched.models.config import ITEM_BYTES
-from moesched.tasks import Work, WorkPart
+from moesched.tasks import Demand, Work, WorkPart
 
 CACHE_WRITING = "offload_kv"
 """Kind of the works that write to the KV cache on the host."""
@@ -42,7 +41,7 @@ class Calibrated:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by sort of work, the end of its range of measured speeds to use, "low" or "high", instead of the median.
+        levels: by class of work, the end of its range of measured speeds to use instead of the median: "low" or "high".
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -52,7 +51,7 @@ class Calibrated:
         self.machine = machine
         self.dtype = dtype
         self._roofline = Roofline(machine, dtype)
-        self._speeds = {sort: machine.spread[sort].at(level) for sort, level in levels.items()}
+        self._speeds = {name: machine.spread[name].at(level) for name, level in levels.items()}
         points: dict[str, list[CostPoint]] = {}
         for point in machine.cost_table:
             if point.dtype in ("", dtype) and not point.format:
@@ -83,9 +82,9 @@ class Calibrated:
                 seconds += part.times * self.seconds(part)
         if DISPATCH in self._surfaces:
             lead += self.seconds(WorkPart(DISPATCH, 0))
-        sort = sort_of(work)
-        seconds /= self._speeds.get(sort, 1.0)
-        return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
+        work_class = work_class_of(work)
+        seconds /= self._speeds.get(work_class, 1.0)
+        return Demand(lead + seconds, (), work_class, tuple(self._slowed.get(work_class, ())), lead)
 
     def _priced(self, work: Work) -> Iterable[WorkPart]:
         """Yield a work's parts, each named after the operation in the cost table whose time applies to the part."""
@@ -124,8 +123,8 @@ class Calibrated:
         return all_of_it - measured
 
 
-def sort_of(work: Work) -> str:
-    """Return the sort of a work, for which slowdown beside other work was measured: one of SORTS, or a link's name."""
+def work_class_of(work: Work) -> str:
+    """Return the class of a work for measured slowdowns: one of WORK_CLASSES, or a link's name."""
     operation = work.parts[0].operation
     if operation in ATTENTIONS:
         calls = sum(part.times for part in work.parts if part.operation == "attention call")

@@ -7,7 +7,7 @@ machine has measured times of operations. Work on a resource that the machine do
 from __future__ import annotations
 
 from moesched.machines.calibrated import Calibrated
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.machines.gpu_cost import GpuCosts
 from moesched.machines.machine import Machine
 from moesched.machines.roofline import NO_LEVELS, Roofline

@@ -6,15 +6,14 @@ task takes the time to start and the time to run, added up.
 
 from __future__ import annotations
 
-from moesched.machines.calibrated import CACHE_WRITING, DISPATCH, sort_of
-from moesched.machines.demand import Demand
+from moesched.machines.calibrated import CACHE_WRITING, DISPATCH, work_class_of
 from moesched.machines.launches import EXPERTS, is_product
 from moesched.machines.machine import ATTENTION, ATTENTION_CALLS, CACHE_WRITE, CostPoint, Machine
 from moesched.machines.product_times import PRODUCT, CodedCosts
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
-from moesched.tasks import Work
+from moesched.tasks import Demand, Work
 
 CALLS = (*EXPERTS, "attention call", "attention prompt")
 """Operations of which a task may make any number of calls."""
@@ -58,9 +57,13 @@ class GpuCosts:
         running, starting = self.running(work), self._starting(work, rated)
         on_gpu = work.resource == self.machine.roles.accelerator
         seconds = max(running, starting) if on_gpu else running + starting
-        sort = self._sort(work)
+        work_class = self._work_class(work)
         return rated._replace(
-            seconds=seconds, fixed=starting, shares=(), sort=sort, slowed=tuple(self._slowed.get(sort, ()))
+            seconds=seconds,
+            fixed=starting,
+            shares=(),
+            work_class=work_class,
+            slowed=tuple(self._slowed.get(work_class, ())),
         )
 
     def running(self, work: Work) -> float:
@@ -95,18 +98,18 @@ class GpuCosts:
         moved = 0.0 if work.resource in self.machine.processors else work.nbytes
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
 
-    def _sort(self, work: Work) -> str:
-        """Return the sort of a work for measured slowdowns; empty on the GPU, whose kernels slow nothing outside it.
+    def _work_class(self, work: Work) -> str:
+        """Return the class of a work for measured slowdowns; empty on the GPU, whose kernels slow nothing outside it.
 
-        A cache write has the sort of other copies on its link if the speed of cache writes was not measured.
+        A cache write has the class of other copies on its link if the speed of cache writes was not measured.
         """
         if work.resource == self.machine.roles.accelerator:
             return ""
         if work.resource not in self.machine.processors:
             measured = work.kind == CACHE_WRITING and CACHE_WRITE in self._slowed
             return CACHE_WRITE if measured else work.resource
-        sort = sort_of(work)
-        return ATTENTION if sort == ATTENTION_CALLS else sort
+        work_class = work_class_of(work)
+        return ATTENTION if work_class == ATTENTION_CALLS else work_class
 
 
 def calls(work: Work) -> float:

@@ -29,13 +29,13 @@ FEW_ROWS, MANY_ROWS = "few rows", "many rows"
 ATTENTION, ATTENTION_CALLS = "attention", "attention calls"
 """Sorts of attention: sequences of one length in one call, and several lengths with a call for each.
 
-Concurrent tasks on the processor delay the second sort more.
+Concurrent tasks on the processor delay the second class more.
 """
 
 CACHE_WRITE = "cache write"
 """Sort of tasks that save new keys and values: a copy to the host in pieces, and writes to the KV cache."""
 
-SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS, CACHE_WRITE)
+WORK_CLASSES = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS, CACHE_WRITE)
 
 BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
 """Operations that earlier calibrations timed in pairs; old machine files may name them, and no prediction uses them."""
@@ -217,11 +217,11 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured speed of one sort of work while other sorts run beside it.
+    """Measured speed of one class of work while other classes run beside it.
 
     Attributes:
-        work: sort of the slowed work: one of SORTS, a link as "source->destination", or one of BY_THEMSELVES.
-        beside: sorts that run beside the slowed work, joined by " + " in alphabetical order.
+        work: class of the slowed work: one of WORK_CLASSES, a link as "source->destination", or one of BY_THEMSELVES.
+        beside: classes that run beside the slowed work, joined by " + " in alphabetical order.
         rate: speed of the slowed work, relative to running alone.
     """
 
@@ -236,7 +236,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         measured_on: the processor that the costs were measured on; empty if they were not measured.
         cost_format: the version of the cost table's format; 0 without a cost table.
-        spread: range of the measured speed of each sort of work, relative to its median; keys as in `Contention.work`.
+        spread: range of the measured speed of each class of work, relative to its median; keys as in `Contention.work`.
         network: the connection to other machines of this kind; None for a single machine.
         wired_memory: rates of wiring weights; None if the accelerator's driver never unwires weights.
         price_usd: price of the whole machine in US dollars.

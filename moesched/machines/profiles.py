@@ -8,7 +8,7 @@ from typing import Any
 
 from moesched.errors import BadInput
 from moesched.machines.estimates import Estimate, estimate_problems
-from moesched.machines.machine import BY_THEMSELVES, PINNED, SORTS, Machine, Processor, Tier
+from moesched.machines.machine import BY_THEMSELVES, PINNED, WORK_CLASSES, Machine, Processor, Tier
 from moesched.machines.part_names import option_of_part
 from moesched.machines.sustained import rate_problems
 from moesched.machines.toml_library import (
@@ -138,13 +138,13 @@ def _link_problems(machine: Machine) -> Iterator[str]:
 
 
 def _contention_problems(machine: Machine) -> Iterator[str]:
-    known = {*SORTS, *BY_THEMSELVES}
+    known = {*WORK_CLASSES, *BY_THEMSELVES}
     known |= {f"{link.source}->{link.destination}" for link in machine.links}
     known |= {f"{machine.host.memory}->{PINNED}"} if machine.staging else set()
     for number, pair in enumerate(machine.contention):
-        for sort in (pair.work, *pair.beside.split(" + ")):
-            if sort not in known:
-                yield f"contention[{number}]: {sort!r} is not a kind of work: measure again with `moesched calibrate`"
+        for name in (pair.work, *pair.beside.split(" + ")):
+            if name not in known:
+                yield f"contention[{number}]: {name!r} is not a kind of work: measure again with `moesched calibrate`"
 
 
 def _staging_problems(machine: Machine) -> Iterator[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moesched.errors import BadInput
-from moesched.machines.demand import Demand
 from moesched.machines.kernel_times import KernelTimes
 from moesched.machines.machine import INTERCONNECT, Link, Machine, Processor
 from moesched.machines.networks import NETWORK
 from moesched.machines.sustained import Levels, copies_of, is_rated, sustained_share, usable_share
-from moesched.tasks import Work
+from moesched.tasks import Demand, Work
 
 NO_LEVELS: Levels = {}
 
@@ -83,7 +82,7 @@ class Roofline:
         alone = _demand(seconds, link.latency, ((link.lane, seconds), *ends))
         name = f"{link.source}->{link.destination}"
         slowed = self._slowed.get(name)
-        return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
+        return alone._replace(work_class=name, slowed=tuple(slowed)) if slowed else alone
 
     def _modules(self, memory: str) -> str:
         """Return the name of the memory whose bandwidth is used by copies from or to a memory.
@@ -98,10 +97,10 @@ class Roofline:
 
 
 def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
-    """Return the measured speeds of each sort of work beside others.
+    """Return the measured speeds of each class of work beside others.
 
     Returns:
-        For each sort, pairs (sorts that run beside this sort; this sort's speed, relative to running alone).
+        For each class, pairs (classes that run beside this class; this class's speed, relative to running alone).
     """
     found: dict[str, list[tuple[str, float]]] = {}
     for pair in machine.contention:

@@ -107,8 +107,8 @@ def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
 
 
 def _renamed(pair: Contention, machine: Machine) -> Contention:
-    """Return measured contention with sorts renamed for staging: copies to the accelerator are from `PINNED` memory."""
+    """Return measured contention with classes renamed for staging: copies to the accelerator come from `PINNED`."""
     host, accelerator = machine.host.memory, machine.accelerator.memory
     names = {f"{host}->{accelerator}": f"{PINNED}->{accelerator}"}
-    beside = sorted(names.get(sort, sort) for sort in pair.beside.split(" + "))
+    beside = sorted(names.get(name, name) for name in pair.beside.split(" + "))
     return replace(pair, work=names.get(pair.work, pair.work), beside=" + ".join(beside))

@@ -151,10 +151,10 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
 def groups(machine: Machine) -> dict[str, str]:
     """Return a label in words for each group of rates that vary together, by the group's name.
 
-    A group is a rate of a class of device, or a kind of copy. On a calibrated machine, groups are the sorts of work
+    A group is a rate of a class of device, or a kind of copy. On a calibrated machine, groups are the classes of work
     whose spread was measured and, if it has a GPU, also its rates.
     """
-    found = {sort: f"measured: {sort}" for sort in machine.spread}
+    found = {name: f"measured: {name}" for name in machine.spread}
     if machine.cost_table and machine.unified:
         return found
     for name, processor in machine.processors.items():
@@ -194,8 +194,8 @@ def rate_problems(machine: Machine) -> Iterator[str]:
             if rate not in known_rates:
                 yield f"{key}.rates: {rate!r} is not a rate of this class: use one of {', '.join(known_rates)}"
             yield from estimate_problems(f"{key}.rates.{rate}", estimate)
-    for sort, estimate in machine.spread.items():
-        yield from estimate_problems(f"spread.{sort}", estimate)
+    for name, estimate in machine.spread.items():
+        yield from estimate_problems(f"spread.{name}", estimate)
     for number, link in enumerate(machine.links):
         if link.sustained is not None:
             yield from estimate_problems(f"links[{number}].sustained", link.sustained)

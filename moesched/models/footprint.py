@@ -79,12 +79,12 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_g
     config, element = operations.config, operations.element
     hidden = config.hidden
     query = max(kind.query_width for kind in operations.kinds.values())
-    keys = max(kind.key_width for kind in operations.kinds.values())
+    keys_values = max(kind.key_value_width for kind in operations.kinds.values())
     mixed = _FLOAT + element
-    projected = query + 2 * keys
+    projected = query + keys_values
     norm = hidden * (2 * _FLOAT + element)
     project = hidden * mixed + projected * mixed
-    rotate = projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
+    rotate = projected * element + (query + keys_values // 2) * (2 * _FLOAT + 2 * element)
     attend = 2 * query * element + projected * element
     output = (query + hidden) * mixed
     choices = config.routed.top_k + bool(_shared(operations))

@@ -36,10 +36,8 @@ def attention_rows_bytes(operations: Operations, tokens: int) -> int:
     tokens: number of tokens of the micro-batch.
     """
     return max(
-        sum(
-            _in_lines(tokens * width * kind.element)
-            for width in (kind.query_width, kind.key_width, kind.key_width, kind.query_width)
-        )
+        2 * _in_lines(tokens * kind.query_width * kind.element)
+        + 2 * _in_lines(tokens * kind.key_value_width // 2 * kind.element)
         for kind in operations.kinds.values()
     )
 

@@ -62,9 +62,9 @@ class TensorSizes:
         return self.layer.attention.attended_width
 
     @cached_property
-    def key_width(self) -> int:
-        """Elements of a token's key in ungated grouped attention; elsewhere half of `qkv_width` minus `query_width`."""
-        return (self.layer.attention.qkv_width - self.query_width) // 2
+    def key_value_width(self) -> int:
+        """Elements of a token's key and value, and of what else attention projects beside the query, such as a gate."""
+        return self.layer.attention.qkv_width - self.query_width
 
     @cached_property
     def expert_shapes(self) -> Mapping[str, Shape]:

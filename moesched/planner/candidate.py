@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.planner.chunks import CHUNK, chunks_to_try, with_room
 from moesched.planner.climb import Climb, point_of
-from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk
+from moesched.planner.schedules import Schedule, SchedulePoint, Schedules, resident_of, with_chunk
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
-from moesched.planner.traits import Lesson, SizeOption, TraitProbe, Traits
+from moesched.planner.traits import SizeOption, SizeProbe, TraitProbe
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
@@ -59,10 +59,10 @@ class Candidate:
         setting = with_room(setting)
         self.name = name
         self.setting = setting
-        self._lesson = Lesson(setting)
-        self.traits: Traits = self._lesson.traits
+        self._trait_probe = TraitProbe(setting)
+        self.traits = self._trait_probe.traits
         self.schedules = Schedules(setting, deep=False)
-        self._probes: dict[tuple[int, int | None], TraitProbe] = {}
+        self._probes: dict[tuple[int, int | None], SizeProbe] = {}
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
         self._ladder = [size for size in ladder if size <= len(setting.lengths)]
@@ -116,16 +116,15 @@ class Candidate:
 
         Micro-batches have the size in `choice`; their number is the best one in the other setting.
         """
-        faster = setting.machine is not self.setting.machine
-        traits = (
-            replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
-        )
+        traits = self.traits
+        if setting.machine is not self.setting.machine:
+            traits = replace(traits, fetch=self._trait_probe.fetch_seconds(setting.cost))
         option = self._probe(self.choice.micro_batch_size, self.choice.chunk).option(setting.cost)
         resident = self.choice.resident / self.choice.micro_batches
         shares = {0.0, resident, 1.0} if self.setting.searches_shares else {resident}
         return max(most_of(setting, traits, option, share) for share in shares)
 
-    def _tried(self, points: Iterable[Point]) -> list[Schedule]:
+    def _tried(self, points: Iterable[SchedulePoint]) -> list[Schedule]:
         """Simulate the sizes in `points` that fit; return their schedules, the highest rate first.
 
         Raises:
@@ -142,7 +141,7 @@ class Candidate:
             found.append(self._climb.start(first))
         return sorted(found, key=lambda schedule: schedule.rate, reverse=True)
 
-    def _large(self, counts: Sequence[int]) -> Iterator[Point]:
+    def _large(self, counts: Sequence[int]) -> Iterator[SchedulePoint]:
         """Yield sizes with the largest micro-batches that fit, one for each number of micro-batches in `counts`.
 
         Sizes with prompts in chunks follow if chunks let larger micro-batches fit.
@@ -159,7 +158,8 @@ class Candidate:
                 most = place
                 share = self._share or 0.0
                 yield from (
-                    Point(sizes[place - 1], count, resident_of(share, count), chunk) for count in counts
+                    SchedulePoint(sizes[place - 1], count, resident_of(share, count), chunk)
+                    for count in counts
                 )
 
     @property
@@ -179,7 +179,7 @@ class Candidate:
         setting = with_chunk(self.setting, chunk)
         return setting.fits(setting.batch(1, size), self._share)
 
-    def _edges(self) -> Iterator[Point]:
+    def _edges(self) -> Iterator[SchedulePoint]:
         """Yield sizes at the edges of the search, whose bounds are too low.
 
         Bounds ignore that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
@@ -271,11 +271,11 @@ class Candidate:
     def _option(self, size: int, chunk: int | None) -> SizeOption:
         return self._probe(size, chunk).option(self.setting.cost)
 
-    def _probe(self, size: int, chunk: int | None) -> TraitProbe:
+    def _probe(self, size: int, chunk: int | None) -> SizeProbe:
         if (size, chunk) not in self._probes:
             setting = with_chunk(self.setting, chunk)
-            self._probes[size, chunk] = TraitProbe(
-                setting, size, few=self._lesson.few, joint=self.traits.joint
+            self._probes[size, chunk] = SizeProbe(
+                setting, size, few=self._trait_probe.few, joint=self.traits.joint
             )
         return self._probes[size, chunk]
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from moesched.errors import BadInput
 from moesched.planner.chunks import CHUNK
-from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_count
+from moesched.planner.schedules import Schedule, SchedulePoint, Schedules, resident_of, with_count
 from moesched.planner.search import PolicyChoice, filled
 from moesched.planner.setting import Setting
 from moesched.planner.traits import SizeOption, Traits
@@ -52,7 +52,7 @@ class Climb:
         self._option_of = option_of
         self._refuted = False
 
-    def start(self, point: Point) -> Schedule:
+    def start(self, point: SchedulePoint) -> Schedule:
         """Simulate the schedule of some sizes and return it; if none of the micro-batches fits, smaller ones are tried.
 
         The sizes may not fit, since they were found for prompts of average length.
@@ -76,7 +76,7 @@ class Climb:
             found = self._uphill(found, around)
         return found
 
-    def _simulated(self, point: Point) -> Schedule:
+    def _simulated(self, point: SchedulePoint) -> Schedule:
         schedule = self._schedules.at(point)
         bound = self._bound(schedule.point)
         if (
@@ -87,7 +87,7 @@ class Climb:
             self._refuted = True
         return schedule
 
-    def _uphill(self, found: Schedule, around: Callable[[Schedule], list[Point]]) -> Schedule:
+    def _uphill(self, found: Schedule, around: Callable[[Schedule], list[SchedulePoint]]) -> Schedule:
         """Move to faster schedules until no neighbour may be better, or `MOST_PREVIEWS` neighbours were simulated.
 
         Args:
@@ -110,17 +110,17 @@ class Climb:
                     ahead = self._ahead(found, around(found))
         return found
 
-    def _ahead(self, found: Schedule, points: Sequence[Point]) -> list[Point]:
+    def _ahead(self, found: Schedule, points: Sequence[SchedulePoint]) -> list[SchedulePoint]:
         """Return those of `points` whose bounds allow a better schedule than `found`, the highest bound first."""
         bounds = {point: self._bound(point) for point in points}
         here = self._bound(found.point)
         bound = found.throughput if here is None else here.throughput
 
-        def promise(point: Point) -> float:
+        def promise(point: SchedulePoint) -> float:
             choice = bounds[point]
             return 0.0 if choice is None else choice.throughput
 
-        def may_be_better(point: Point) -> bool:
+        def may_be_better(point: SchedulePoint) -> bool:
             alike = point.resident == resident_of(self._share(found), point.micro_batches)
             return promise(point) >= (bound / ALIKE if alike else found.throughput / NEAR)
 
@@ -131,7 +131,7 @@ class Climb:
         }
         return sorted(known, key=lambda point: promise(known[point]), reverse=True)
 
-    def _far(self, schedule: Schedule) -> list[Point]:
+    def _far(self, schedule: Schedule) -> list[SchedulePoint]:
         """Return far neighbours: about twice or half the size of micro-batches, or twice or half their number.
 
         Other sizes of micro-batches keep the number of requests; about twice the size is also tried with the number of
@@ -151,7 +151,7 @@ class Climb:
             points.append(with_count(schedule.point, 2 * count)._replace(chunk=CHUNK))
         return points
 
-    def _near(self, schedule: Schedule) -> list[Point]:
+    def _near(self, schedule: Schedule) -> list[SchedulePoint]:
         """Return near neighbours: a few more or fewer micro-batches, micro-batches of other sizes, other cache shares.
 
         The number of micro-batches changes by a fifth; other sizes keep the number of requests. The share of the KV
@@ -174,16 +174,18 @@ class Climb:
                 points.append(point._replace(micro_batches=count + few, resident=here + few))
         return points
 
-    def _of_sizes(self, schedule: Schedule, sizes: Sequence[int]) -> list[Point]:
-        """Return `Point`s with these sizes of micro-batches, but the schedule's number of requests and cache share."""
+    def _of_sizes(self, schedule: Schedule, sizes: Sequence[int]) -> list[SchedulePoint]:
+        """Return points with these sizes of micro-batches, but the schedule's number of requests and cache share."""
         counts = [(size, -(-schedule.batch_size // size)) for size in sizes]
         share = self._share(schedule)
-        return [Point(size, count, resident_of(share, count), schedule.chunk) for size, count in counts]
+        return [
+            SchedulePoint(size, count, resident_of(share, count), schedule.chunk) for size, count in counts
+        ]
 
     def _share(self, schedule: Schedule) -> float:
         return schedule.point.resident / schedule.point.micro_batches
 
-    def _bound(self, point: Point) -> PolicyChoice | None:
+    def _bound(self, point: SchedulePoint) -> PolicyChoice | None:
         """Bound the throughput of some sizes, with as many weights on the accelerator as fit.
 
         If not all micro-batches fit, the bound is for fewer; None if not even one fits.
@@ -202,6 +204,6 @@ class Climb:
         return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
 
 
-def point_of(choice: PolicyChoice) -> Point:
+def point_of(choice: PolicyChoice) -> SchedulePoint:
     """Convert a solution of the search, `choice`, to the sizes of a schedule to simulate."""
-    return Point(choice.micro_batch_size, choice.micro_batches, choice.resident, choice.chunk)
+    return SchedulePoint(choice.micro_batch_size, choice.micro_batches, choice.resident, choice.chunk)

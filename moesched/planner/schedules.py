@@ -28,8 +28,8 @@ The shares differ since each micro-batch has its whole cache in one memory.
 """
 
 
-class Point(NamedTuple):
-    """Sizes of a schedule to simulate.
+class SchedulePoint(NamedTuple):
+    """A point of the planner's search: the sizes of a schedule to simulate.
 
     Attributes:
         size: requests of a micro-batch, µ.
@@ -58,7 +58,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         rate: the figure that the setting's objective maximises.
     """
 
-    point: Point
+    point: SchedulePoint
     batch_size: int
     weights_on_gpu: float
     kv_on_gpu: float
@@ -107,14 +107,14 @@ class Schedules:
         self.tasks = 0
         self._setting = setting
         self._deep = deep
-        self._schedules: dict[tuple[Point, bool], Schedule] = {}
+        self._schedules: dict[tuple[SchedulePoint, bool], Schedule] = {}
 
     @property
     def best_first(self) -> list[Schedule]:
         """The schedules simulated so far, the highest rate first."""
         return sorted(self._schedules.values(), key=lambda schedule: schedule.rate, reverse=True)
 
-    def at(self, point: Point, *, deep: bool | None = None) -> Schedule:
+    def at(self, point: SchedulePoint, *, deep: bool | None = None) -> Schedule:
         """Return the schedule with the sizes `point`; a schedule that was not simulated before is simulated now.
 
         If not all micro-batches fit, fewer are simulated.
@@ -135,7 +135,7 @@ class Schedules:
                 raise BadInput(f"the policy takes no chunks of {point.chunk} tokens: {error}") from error
         return self._schedules[point, deep]
 
-    def _simulated(self, point: Point, deep: bool) -> Schedule:
+    def _simulated(self, point: SchedulePoint, deep: bool) -> Schedule:
         """Simulate a schedule with the sizes `point`: all layers if `deep`, or if these have few tasks; else a few."""
         plan, policy = self._fitting(point)
         batch, setting = plan.batch, self._of(point)
@@ -181,7 +181,7 @@ class Schedules:
             Figures(schedule.throughput, run.step_seconds, run.prefill_seconds),
         )
 
-    def _fitting(self, point: Point) -> tuple[Plan, Policy]:
+    def _fitting(self, point: SchedulePoint) -> tuple[Plan, Policy]:
         """Plan the number of micro-batches in `point` or, if they do not fit, the largest number that does."""
         with suppress(BadInput):
             return self._plan(point)
@@ -189,14 +189,14 @@ class Schedules:
         most = bisect_left(fewer, True, key=lambda count: not self._fits(with_count(point, count)))
         return self._plan(with_count(point, max(1, most)))
 
-    def _fits(self, point: Point) -> bool:
+    def _fits(self, point: SchedulePoint) -> bool:
         try:
             self._plan(point)
         except BadInput:
             return False
         return True
 
-    def _plan(self, point: Point) -> tuple[Plan, Policy]:
+    def _plan(self, point: SchedulePoint) -> tuple[Plan, Policy]:
         setting = self._of(point)
         share = point.resident / point.micro_batches if setting.splits_kv else None
         if share is not None and abs(share - (setting.kv_on_gpu or share)) > NEAR_SHARE:
@@ -205,7 +205,7 @@ class Schedules:
             )
         return setting.plan(setting.batch(point.micro_batches, point.size), kv_on_gpu=share)
 
-    def _of(self, point: Point) -> Setting:
+    def _of(self, point: SchedulePoint) -> Setting:
         """Return the setting with the size of prefill chunks that `point` has."""
         return with_chunk(self._setting, point.chunk)
 
@@ -215,7 +215,7 @@ def with_chunk(setting: Setting, chunk: int | None) -> Setting:
     return setting if setting.prefill_chunk == chunk else replace(setting, prefill_chunk=chunk)
 
 
-def with_count(point: Point, count: int) -> Point:
+def with_count(point: SchedulePoint, count: int) -> SchedulePoint:
     """Return the sizes in `point` with `count` micro-batches, and an equal share of the KV cache on the accelerator."""
     return point._replace(
         micro_batches=count, resident=resident_of(point.resident / point.micro_batches, count)

@@ -205,29 +205,29 @@ class _Programme:
             Pairs of a micro-batch's cost and the variable for the number of micro-batches.
         """
         model, share = self._model, self._setting.kv_on_gpu
-        sorts = [option.each] if option.resident is None else [option.each, option.resident]
-        limits = [min(option.most, self._room(option, sort)) for sort in sorts]
+        costs = [option.each] if option.resident is None else [option.each, option.resident]
+        limits = [min(option.most, self._room(option, cost)) for cost in costs]
         counts = [model.addIntegral(lb=0, ub=limit) for limit in limits]
         for count, limit in zip(counts, limits, strict=True):
             model.addConstr(count - limit * taken <= 0)
         model.addConstr(model.qsum(counts) - taken >= 0)
-        if len(sorts) > 1:
+        if len(costs) > 1:
             model.addConstr(model.qsum(counts) <= option.most)
         if share is not None and option.resident is not None:
             short = round(share, DIGITS) * model.qsum(counts) - counts[1]
             model.addConstr(short <= HALF)
             model.addConstr(short >= -HALF)
-        return list(zip(sorts, counts, strict=True))
+        return list(zip(costs, counts, strict=True))
 
-    def _room(self, option: SizeOption, sort: MicroBatchCost) -> int:
+    def _room(self, option: SizeOption, cost: MicroBatchCost) -> int:
         """Return the largest number of micro-batches that fits in the memories, beside the option's shared bytes.
 
         Args:
-            sort: the cost of each micro-batch, with the KV cache on the host or on the accelerator.
+            cost: the cost of each micro-batch, with the KV cache on the host or on the accelerator.
         """
         rooms = [
             (self._setting.capacity(memory) - option.shared[memory]) // nbytes
-            for memory, nbytes in sort.nbytes.items()
+            for memory, nbytes in cost.nbytes.items()
             if nbytes
         ]
         return max(0, min(rooms))
@@ -238,11 +238,11 @@ class _Programme:
         Args:
             cost: a function from a micro-batch's costs to one of them.
         """
-        return self._model.qsum(cost(sort) * count for counts in self._counts for sort, count in counts)
+        return self._model.qsum(cost(each) * count for counts in self._counts for each, count in counts)
 
     def _seconds(self, lane: str) -> Any:
         """Return the seconds of a lane, or of prefill, for all micro-batches, as an expression of the variables."""
-        return self._sum(lambda sort: _solvable(getattr(sort, lane)))
+        return self._sum(lambda each: _solvable(getattr(each, lane)))
 
     def _add_lanes(self) -> None:
         model, traits = self._model, self._traits
@@ -273,8 +273,8 @@ def _solvable(seconds: float) -> float:
     return seconds if seconds >= LEAST_SECONDS else 0.0
 
 
-def _megabytes(memory: str, sort: MicroBatchCost) -> float:
-    return sort.nbytes[memory] / MB
+def _megabytes(memory: str, cost: MicroBatchCost) -> float:
+    return cost.nbytes[memory] / MB
 
 
 def _choice(

@@ -10,7 +10,7 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.inputs.options import Objective
 from moesched.machines import Machine
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.models.layout import Page, WeightLayout, bytes_of
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batch_of

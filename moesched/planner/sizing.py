@@ -13,7 +13,7 @@ from moesched.inputs.options import SizeOptions
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens_of_beams
 from moesched.planner.candidate import MOST_CHUNKS, Candidate
 from moesched.planner.chunks import CHUNK, chunks_to_try, smaller_chunks
-from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk
+from moesched.planner.schedules import Schedule, SchedulePoint, Schedules, resident_of, with_chunk
 from moesched.planner.setting import Setting
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.steps.plan import Plan
@@ -213,7 +213,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
     schedules = Schedules(setting, deep=False)
     sizes = [min(given, batch_size)] if given else list(_even_sizes(batch_size))
     best: Schedule | None = None
-    fitting: Point | None = None
+    fitting: SchedulePoint | None = None
     worse = 0
     for size in sizes:
         lines = [line for chunk in chunks_to_try(setting, size) if (line := _shares(setting, size, chunk))]
@@ -250,13 +250,13 @@ def first_schedule(setting: Setting, size: int) -> Schedule | None:
     return None
 
 
-def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
+def _batch_sizes(setting: Setting, point: SchedulePoint) -> BatchSizes:
     """Return the sizes of a batch of all requests, with the micro-batches, chunks and KV cache share of `point`."""
     share = point.resident / point.micro_batches if setting.searches_shares else None
     return BatchSizes(len(setting.lengths), point.size, None, share, setting.beams, point.chunk)
 
 
-def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
+def _shares(setting: Setting, size: int, chunk: int | None) -> list[SchedulePoint]:
     """Return sizes for all requests in micro-batches of `size`, prefilled in chunks of `chunk` tokens (None: whole).
 
     There is one for each share of the KV cache on the accelerator that fits: tenths, or the setting's fixed share.
@@ -265,14 +265,14 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
     batch = cut.batch(count, size)
     if not setting.searches_shares:
         share = setting.kv_on_gpu or 0.0
-        return [Point(size, count, resident_of(share, count), chunk)] if cut.fits(batch) else []
+        return [SchedulePoint(size, count, resident_of(share, count), chunk)] if cut.fits(batch) else []
     parts = setting.layout.config.layers if count == 1 else count
     numbers = sorted({round(parts * tenth / 10) for tenth in range(11)})
     shares = [number / parts for number in numbers if cut.fits(batch, number / parts)]
-    return [Point(size, count, resident_of(share, count), chunk) for share in shares]
+    return [SchedulePoint(size, count, resident_of(share, count), chunk) for share in shares]
 
 
-def _fastest(schedules: Schedules, line: Sequence[Point]) -> Schedule:
+def _fastest(schedules: Schedules, line: Sequence[SchedulePoint]) -> Schedule:
     """Return the fastest schedule with sizes in `line`, which differ in one number and ascend in that number.
 
     The search begins at the faster end of the line, and ends when schedules get slower.

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from moesched.dispatch.kv_placement import evenly
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.planner.few_layers import probed
 from moesched.planner.joint_experts import runs_experts_jointly
 from moesched.planner.setting import UNLIMITED, Setting
@@ -30,7 +30,7 @@ from moesched.tasks import Work
 MANY = 5
 """From this number of micro-batches on, each further one costs equal bytes: they share the buffers of a layer."""
 
-LESSONS = 3
+TIGHT_PLANS = 3
 """Most plans, each with less memory than the one before, from which the least size of a policy's buffer is learned."""
 
 
@@ -99,7 +99,7 @@ class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
     resident: MicroBatchCost | None = None
 
 
-class Lesson:
+class TraitProbe:
     """Finds the traits of a policy, from its plans with unlimited memory and with too little memory.
 
     Attributes:
@@ -126,7 +126,8 @@ class Lesson:
         stages = len(roomy.stages)
         least, tight = roomy, False
         left = 3 * resident_share // stages // 4
-        for _ in range(LESSONS):  # a ring has as many slots whether all or few of the pages pass through it
+        # A ring has as many slots whether all or few of the pages pass through it.
+        for _ in range(TIGHT_PLANS):
             try:
                 short = unlimited | {fast.name: fast.used - resident_share // stages + left}
                 least, _ = setting.plan(batch, short, on_host)
@@ -152,7 +153,7 @@ class Lesson:
         return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
 
 
-class TraitProbe:
+class SizeProbe:
     """Finds the costs of micro-batches of `size` average requests from plans with unlimited memory.
 
     Args:
@@ -182,13 +183,13 @@ class TraitProbe:
         each = {memory: used[memory] - fewer[memory] for memory in used}
         self._shared = {memory: used[memory] - count * each[memory] for memory in used}
         together = self._most if joint else 1
-        self._each = _Needs(plan, 0, each, together)
-        self._resident: _Needs | None = None
+        self._each = _MicroBatchWork(plan, 0, each, together)
+        self._resident: _MicroBatchWork | None = None
         if setting.splits_kv:
             plan = plan_of(count, 1)
             more = used_by(plan)
             here = {memory: each[memory] + more[memory] - used[memory] for memory in used}
-            self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here, together)
+            self._resident = _MicroBatchWork(plan, plan.kv.held_by("accelerator")[0], here, together)
 
     def option(self, cost: CostModel) -> SizeOption:
         """Return the costs, by a cost model, of micro-batches of this size."""
@@ -206,7 +207,7 @@ _LayerWork = tuple[float, Work]
 """Pair of a share of the layers, and the work that each of these layers has."""
 
 
-class _Needs:
+class _MicroBatchWork:
     """The work of one micro-batch of a plan on each lane in a layer, and the micro-batch's bytes by memory.
 
     Where layers differ, the work of each kind of layer is weighted by its share of the layers.

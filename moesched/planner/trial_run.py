@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.engine import Engine
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.planner.trial_routing import TrialRouting
 from moesched.requests.batch import Batch
 from moesched.runs.decisions import simulated_decisions

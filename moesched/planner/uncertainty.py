@@ -17,7 +17,7 @@ from moesched.drivers.capture import CapturingEngine, NotFixed
 from moesched.drivers.replay import CapturedRun
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.machines.estimates import Level
 from moesched.machines.sustained import at_peak, groups
 from moesched.planner.trial_run import steps_of, trial_run, whole_steps
@@ -179,12 +179,11 @@ class _WorkMeter:
 
     def _moved(self, phase: Phase, cost: CostModel) -> float:
         """Return the summed changes of the times of a phase's tasks under another cost model, in nanoseconds."""
-        moved: float = 1e9 * sum(
+        return 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
             for work, count in self._works[phase].values()
             if work.demand is not None
         )
-        return moved
 
 
 def _captured(rank: Rank) -> CapturedRun | None:

@@ -6,13 +6,15 @@ A task that ran is called a slice; slices are in order of their ends. Times are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from moesched.analysis.families import COLOURS, family_of
 from moesched.report.packing import Columns
 from moesched.trace.recording import LaneName, MemorySample, PoolSample, Recording, TaskInfo
 from moesched.trace.summary import summarize
 from moesched.trace.waits import waits_of
+
+Value = TypeVar("Value")
 
 FAMILIES = tuple(COLOURS)
 WHY = ("start", "data", "room", "lane", "rank", "await")
@@ -46,26 +48,26 @@ def run_columns(columns: Columns, title: str, recording: Recording, shift: int =
     }
 
 
-class _Numbered:
+class _Numbered(Generic[Value]):
     """Gives each different value a number from 0, in the order in which the values are first seen.
 
     `known` values get the first numbers.
     """
 
-    def __init__(self, known: Iterable[Any] = ()) -> None:
-        self.numbers: dict[Any, int] = {each: number for number, each in enumerate(known)}
+    def __init__(self, known: Iterable[Value] = ()) -> None:
+        self.numbers: dict[Value, int] = {each: number for number, each in enumerate(known)}
 
-    def of(self, value: Any) -> int:
+    def of(self, value: Value) -> int:
         """Return the number of a value; a new value gets the next number."""
         return self.numbers.setdefault(value, len(self.numbers))
 
     @property
-    def values(self) -> list[Any]:
+    def values(self) -> list[Value]:
         """All values in the order of their numbers."""
         return list(self.numbers)
 
 
-class _NumberedTasks(_Numbered):
+class _NumberedTasks(_Numbered[TaskInfo]):
     """Gives each different task description a number from 0, in the order in which the descriptions are first seen.
 
     An object that was seen before is found by its identity, which is faster than a comparison of all fields.
@@ -86,7 +88,7 @@ class _NumberedTasks(_Numbered):
 def _tasks_and_slices(columns: Columns, recording: Recording) -> dict[str, Any]:
     slices = recording.slices
     lanes: dict[LaneName, int] = {lane: number for number, lane in enumerate(recording.lanes)}
-    tasks, lines, states, choices = _NumberedTasks(), _Numbered([""]), _Numbered(STATES), _Numbered([""])
+    tasks, lines, states, choices = _NumberedTasks(), _Numbered([""]), _Numbered[str](STATES), _Numbered([""])
     slice_columns = {
         "id": columns.add("i32", (each.id for each in slices)),
         "start": columns.add("f64", (each.start for each in slices)),
@@ -120,7 +122,7 @@ def _choice(experts: Mapping[int, int] | None) -> str:
 
 def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
     """Add columns with an item for each task description, and return the JSON value that refers to the columns."""
-    verbs, resources = _Numbered(), _Numbered()
+    verbs, resources = _Numbered[str](), _Numbered[str]()
     return {
         "label": [each.label for each in tasks],
         "verb": columns.add("u16", (verbs.of(each.verb) for each in tasks)),

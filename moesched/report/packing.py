@@ -49,7 +49,7 @@ class Columns:
         self._append(data)
         return {"column": kind, "at": at, "length": len(column)}
 
-    def pack(self, content: Any) -> str:
+    def pack(self, content: object) -> str:
         """Return base64 text with all columns and a JSON value, in which results of `add` stand for columns."""
         text = msgspec.json.encode(content)
         text += b" " * (-(4 + len(text)) % _ALIGNMENT)

@@ -185,7 +185,7 @@ def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
-def _legend_below(axes: Any) -> None:
+def _legend_below(axes: Axes) -> None:
     """Draw the legend below the axes, so that it covers no data.
 
     Args:

@@ -11,7 +11,7 @@ from moesched.system.cells import CellLine, in_a_notebook
 from moesched.tasks import Task
 
 if TYPE_CHECKING:
-    from moesched.drivers.replay import Timeline
+    from moesched.drivers.replay import ReplayedRun
 
 
 def listener_or_cell(given: Listener | None, *, patience: float = 0.0) -> Listener:
@@ -57,7 +57,7 @@ class CellProgress(Listener):
             self._loaded += 1
             self._line.show("loading weights", self._loaded, self._pages)
 
-    def replayed(self, timeline: Timeline) -> None:
+    def replayed(self, run: ReplayedRun) -> None:
         """Ignore a replay, which is over before anything can be shown."""
 
     def generated(self, request: int, token: int, text: str) -> None:

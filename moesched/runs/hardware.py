@@ -98,15 +98,9 @@ def run(
         measured=True,
         interrupted=ending.interrupted or hardware.interrupted,
         failure=ending.failure,
-        emulation=device.emulation() if isinstance(device, Emulates) else None,
         peers=[each.plan for each in peers],
     )
-    if isinstance(device, WarmsUp):
-        report = replace(report, warm_up_seconds=device.warm_up_seconds())
-    if isinstance(device, ReportsHome):
-        report = replace(report, weights_home=device.weights_home)
-    if isinstance(device, NamesKernels):
-        report = replace(report, kernels={name: list(used) for name, used in device.kernels.items()})
+    report = _with_device_figures(report, device)
     if not _report_suffices(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
         ending.raise_error(report)
     return report
@@ -124,6 +118,19 @@ def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
             f"device {type(device).__name__} gives no router scores, which policy {type(policy).__name__} requests: "
             "use --device torch"
         )
+
+
+def _with_device_figures(report: Report, device: Device) -> Report:
+    """Add to a report what only the run's device knows: emulation, warm-up, home of the weights, kernels."""
+    if isinstance(device, Emulates):
+        report = replace(report, emulation=device.emulation())
+    if isinstance(device, WarmsUp):
+        report = replace(report, warm_up_seconds=device.warm_up_seconds())
+    if isinstance(device, ReportsHome):
+        report = replace(report, weights_home=device.weights_home)
+    if isinstance(device, NamesKernels):
+        report = replace(report, kernels={name: list(used) for name, used in device.kernels.items()})
+    return report
 
 
 def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
@@ -195,7 +202,7 @@ class _HardwareRun:
             with ExitStack() as opened:
                 opened.enter_context(closed_at_end(self.rank_runs))
                 stop = partial(loop.call_soon_threadsafe, self._interrupt, running)
-                opened.enter_context(stopped_by(stop, self._insist))
+                opened.enter_context(stopped_by(stop, self._stop_policy))
                 for rank in reversed(self._ranks):  # here, so that Ctrl-C waits for it
                     rank.device.begin(rank.plan, prompts, sampling)
                 self.began = True
@@ -209,7 +216,7 @@ class _HardwareRun:
                     for rank in reversed(self._ranks):
                         closing.push_async_callback(rank.device.aclose)
 
-    def _insist(self) -> None:
+    def _stop_policy(self) -> None:
         """Raise `Stopped` in a policy that computes without awaiting anything and so keeps `_interrupt` waiting."""
         if self.began and not self.interrupted:
             _log.warning("interrupted in the policy", line=calling_line())

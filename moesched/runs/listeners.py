@@ -13,7 +13,7 @@ from moesched.trace.summary import KindUse
 
 if TYPE_CHECKING:
     from moesched.drivers.capture import Sized, StepGraph
-    from moesched.drivers.replay import Timeline
+    from moesched.drivers.replay import ReplayedRun
 
 
 class Listener:
@@ -39,10 +39,10 @@ class Listener:
     def ended(self, task: Task) -> None:
         """Called when a task has ended, from any thread, one call at a time, up to tens of thousands a second."""
 
-    def replayed(self, timeline: Timeline) -> None:
-        """Called once a replayed run is over; by default passes the timeline's tasks to `ended`, which takes time."""
+    def replayed(self, run: ReplayedRun) -> None:
+        """Called once a replayed run is over; by default passes the run's tasks to `ended`, which takes time."""
         if type(self).ended is not Listener.ended:
-            for task in timeline.tasks():
+            for task in run.tasks():
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
@@ -80,15 +80,15 @@ class KindMeter:
         sums[2] += work.nbytes
         sums[3] += work.flops
 
-    def replayed(self, timeline: Timeline) -> None:
+    def replayed(self, run: ReplayedRun) -> None:
         """Add the tasks of a replayed run to the sums, without making `Task` objects."""
         groups: dict[StepGraph, dict[tuple[Sized, str], list[int]]] = {}
         first = 0
-        for graph, works in zip(timeline.steps, timeline.works, strict=True):
+        for graph, works in zip(run.steps, run.works, strict=True):
             if graph not in groups:
                 groups[graph] = _alike(graph)
             for (sized, lane), positions in groups[graph].items():
-                taken = sum(timeline.ends[first + each] - timeline.starts[first + each] for each in positions)
+                taken = sum(run.ends[first + each] - run.starts[first + each] for each in positions)
                 work = works.get(sized)
                 if work is not None:
                     nbytes, flops = len(positions) * work.nbytes, len(positions) * work.flops

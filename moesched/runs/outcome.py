@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -130,7 +130,7 @@ class ForecastUse(msgspec.Struct, frozen=True):
 Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
-def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
+def use_of(kind: Callable[..., Use], compared: Compared, *key: str | int) -> Use:
     """Make a report's entry for router previews or a predictor's answers, made a given number of layers ahead.
 
     Args:
@@ -232,6 +232,31 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     weights_home: WeightsHome | None = None
     kernels: dict[str, list[str]] = {}
 
+    @property
+    def figures(self) -> str:
+        """Kind of the report's figures: "measured", "emulated" or "predicted"."""
+        if self.emulation is not None:
+            return "emulated"
+        return "measured" if self.measured else "predicted"
+
+    @property
+    def title(self) -> str:
+        """Title of the report: policy, model, machine, and kind of figures."""
+        return f"{self.policy} on {self.model}, {self.figures} on {self.place}"
+
+    @property
+    def place(self) -> str:
+        """The machine, with its number of nodes or accelerators if several, and the slow-down if it was emulated."""
+        count = self.tensor_parallel
+        machine = self.machine if count == 1 else f"{self.machine}, cut over {count} accelerators"
+        if self.nodes > 1:
+            machine = f"{self.nodes} nodes of {self.machine}"
+        if self.emulation is None:
+            return machine
+        prefill, decode = self.emulation.dilation.prefill, self.emulation.dilation.decode
+        by = f"{decode:g}" if prefill == decode else f"{prefill:g} in prefill, {decode:g} in decode"
+        return f"{machine} (emulated, time dilated by {by})"
+
 
 def make_report(
     plan: Plan,
@@ -242,7 +267,6 @@ def make_report(
     measured: bool,
     interrupted: bool = False,
     failure: str | None = None,
-    emulation: Emulation | None = None,
     peers: Sequence[Plan] = (),
 ) -> Report:
     """Make the report of a run.
@@ -254,7 +278,6 @@ def make_report(
         measured: whether the run was on hardware; else it is a prediction.
         interrupted: whether Ctrl-C or a signal ended the run.
         failure: the reason for an early end; None for none.
-        emulation: quality of the emulation; None on real hardware and for a prediction.
         peers: the plans of the other ranks or nodes.
     """
     loaded = outcome.loaded / 1e9
@@ -279,19 +302,11 @@ def make_report(
         decode_tokens_per_second=_rate(decoded, last - first),
         throughput_tokens_per_second=_rate(sum(counts), last - loaded),
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
-        peak_bytes={
-            memory.name: bytes_of_all_ranks(
-                plan, memory, max(each.memories[memory.name].peak for each in (plan, *peers))
-            )
-            for memory in plan.memories.values()
-        },
+        peak_bytes=_peak_bytes(plan, peers),
         tensor_parallel=plan.layout.config.ranks,
         nodes=plan.nodes.count,
         process_bytes=process_bytes_of(plan, measured=measured),
-        lanes={
-            name: LaneUse(nanoseconds / 1e9, min(1.0, _rate(nanoseconds / 1e9, last - loaded)))
-            for name, nanoseconds in outcome.busy.items()
-        },
+        lanes=_lane_uses(outcome.busy, last - loaded),
         tasks=outcome.tasks,
         wall_seconds=wall_seconds,
         between_tokens_seconds=mean_of_known(times.between_tokens_seconds),
@@ -303,11 +318,7 @@ def make_report(
         scores=(outcome.scores or None) if measured else None,
         interrupted=interrupted,
         failure=failure,
-        emulation=emulation,
-        pools=[
-            PoolUse(pool.name, pool.memory.name, len(pool.slots), *counts_of(pool).now())
-            for pool in plan.weights.pools
-        ],
+        pools=_pool_uses(plan),
         previews=[use_of(PreviewUse, each, ahead) for ahead, each in sorted(outcome.previews.items())],
         forecasts=[use_of(ForecastUse, each, *key) for key, each in sorted(outcome.forecasts.items())],
     )
@@ -319,6 +330,32 @@ def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
     An accelerator's memory counts for one rank, as each rank has its own; the ranks share all other memories.
     """
     return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
+
+
+def _peak_bytes(plan: Plan, peers: Sequence[Plan]) -> dict[str, int]:
+    """Return the peak of each memory in all plans, in bytes of all ranks."""
+    return {
+        memory.name: bytes_of_all_ranks(
+            plan, memory, max(each.memories[memory.name].peak for each in (plan, *peers))
+        )
+        for memory in plan.memories.values()
+    }
+
+
+def _lane_uses(busy: Mapping[str, int], seconds: float) -> dict[str, LaneUse]:
+    """Return the use of each lane in a period of `seconds`, given the nanoseconds that it was busy."""
+    return {
+        name: LaneUse(nanoseconds / 1e9, min(1.0, _rate(nanoseconds / 1e9, seconds)))
+        for name, nanoseconds in busy.items()
+    }
+
+
+def _pool_uses(plan: Plan) -> list[PoolUse]:
+    """Return the use of each of a plan's pools."""
+    return [
+        PoolUse(pool.name, pool.memory.name, len(pool.slots), *counts_of(pool).now())
+        for pool in plan.weights.pools
+    ]
 
 
 def _plan_report(plan: Plan) -> PlanReport:

@@ -15,7 +15,7 @@ from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.machines.cost import cost_model
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.machines.networks import NETWORK
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast

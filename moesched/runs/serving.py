@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 import msgspec
 
 from moesched.drivers.policies import scheduled
-from moesched.machines.demand import Demand
 from moesched.requests.logprobs import Logprob, ScoredToken
 from moesched.requests.next_token import NO_TOKEN
 from moesched.requests.rows import Rows
@@ -27,7 +26,7 @@ from moesched.serving.places import Places
 from moesched.serving.request import Request
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
-from moesched.tasks import Phase, Task, Work
+from moesched.tasks import Demand, Phase, Task, Work
 from moesched.trace.recording import WAIT
 
 ARRIVALS = "arrivals"

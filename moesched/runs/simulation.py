@@ -11,7 +11,7 @@ from moesched.drivers.replay import ReplayObserver, replay_run
 from moesched.errors import BadInput
 from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.machines.cost import cost_model
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.assembly import assemble
@@ -107,27 +107,27 @@ def _replay(
     run = assemble(rank, CapturingEngine)
     observers = observers_of([run], observers, recorder)
     with closing(run.run_state):
-        timeline = replay_run(run.run_state, rank.policy, cost or cost_model(plan.machine, plan.layout.dtype))
+        replayed = replay_run(run.run_state, rank.policy, cost or cost_model(plan.machine, plan.layout.dtype))
     if run.engine.awaits is not None:
-        run.engine.awaits += timeline.awaits()
+        run.engine.awaits += replayed.awaits()
     for observer in observers:
         if isinstance(observer, ReplayObserver):
-            observer.replayed(timeline)
+            observer.replayed(replayed)
         else:
-            for task in timeline.tasks():
+            for task in replayed.tasks():
                 observer.ended(task)
-    ends = timeline.step_ends()
+    ends = replayed.step_ends()
     return Outcome(
         loaded=ends[0],
         step_ends=ends[1:],
         tokens=[[0] * len(ends[1:]) for _ in plan.batch.prompts],
-        busy=timeline.busy(run.engine.lanes),
-        tasks=timeline.count,
+        busy=replayed.busy(run.engine.lanes),
+        tasks=replayed.count,
         first_tokens={
             request: end
-            for number, end in timeline.samples(1).items()
+            for number, end in replayed.samples(1).items()
             for request in plan.chunks[number].ends
         },
-        sampled=[timeline.samples(index) for index in range(2, len(timeline.steps))],
-        scheduled=timeline.captured,
+        sampled=[replayed.samples(index) for index in range(2, len(replayed.steps))],
+        scheduled=replayed.captured,
     )

@@ -10,7 +10,7 @@ from moesched.drivers.virtual import VirtualDriver
 from moesched.drivers.wired_memory import wired_memory_delays
 from moesched.engine import Engine
 from moesched.machines.cost import cost_model
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.runs.assembly import assemble
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.generation import TokenHandling

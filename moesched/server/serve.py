@@ -42,7 +42,7 @@ CLOSING_SECONDS = 5
 """Seconds that connections have to close after the last answer."""
 
 
-class Listener(NamedTuple):
+class ServerCallbacks(NamedTuple):
     """Callbacks of a server.
 
     Attributes:
@@ -63,7 +63,7 @@ class Notes(NamedTuple):
     has_template: bool
 
 
-def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Listener) -> bool:
+def serve(model: Path, given: FrontOptions, engine: Sequence[str], callbacks: ServerCallbacks) -> bool:
     """Serve a model until a signal comes: then no more requests are taken, and those that run end.
 
     Args:
@@ -88,7 +88,7 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
             with stopped_by(partial(loop.call_soon_threadsafe, closing.set)):
                 async with AsyncExitStack() as opened:
                     renders = await opened.enter_async_context(rendering(template))
-                    child = await opened.enter_async_context(engine_child(engine, listener.starting))
+                    child = await opened.enter_async_context(engine_child(engine, callbacks.starting))
                     ready = await _ready(child, closing)
                     if ready is None:
                         return False
@@ -98,9 +98,9 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
                     )
                     gate = Gate(ready.places * ready.sequences, given.queue)
                     front = Front(served, child.link, gate, key)
-                    say = partial(listener.ready, url_of(listener_socket), ready, notes)
+                    say = partial(callbacks.ready, url_of(listener_socket), ready, notes)
                     server = SignalFreeServer(front, listener_socket, say)
-                    await _serve_until(closing, server, front, child, listener.closing)
+                    await _serve_until(closing, server, front, child, callbacks.closing)
                     return True
 
         return run_on_own_loop(run)

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import NamedTuple
 
-from moesched.stream_edges import behind_on_device
+from moesched.stream_edges import followers_on_device
 from moesched.tasks import DONE, RUNNING, Join, Lane, Task, Work
 
 Price = Callable[[Work], int]
@@ -67,7 +67,7 @@ def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
 
 def _waiting_for(task: Task) -> list[Task]:
     """Return the tasks that wait for `task`, whether in the engine on the host or on a device's stream."""
-    return [*(task.followers or ()), *behind_on_device(task)]
+    return [*(task.followers or ()), *followers_on_device(task)]
 
 
 class _Lookahead:

@@ -10,7 +10,7 @@ from moesched.steps.memory import Memory, Pool, Slot
 from moesched.steps.model_pages import describe
 
 
-class Fixed(Pool):
+class FixedPages(Pool):
     """Pages that stay in a memory for the whole run, each in a slot of exactly the page's size."""
 
     def __init__(self, name: str, memory: Memory, pages: Iterable[Page], sizes: Iterable[int]) -> None:
@@ -44,7 +44,7 @@ class Fixed(Pool):
         self._slots.append(slot)
 
 
-class Home(Fixed):
+class HomePages(FixedPages):
     """Pages in the memory that weights come from, for the host to compute with.
 
     The pages are there already: nothing loads or moves them, and they claim no further bytes.

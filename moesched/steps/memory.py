@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from sys import maxsize
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from moesched.engine import Engine
 from moesched.errors import NotResident, OverBudget, PolicyError
@@ -23,7 +23,6 @@ from moesched.tasks import DONE, RUNNING, Block, PageTransfer
 
 if TYPE_CHECKING:
     from moesched.steps.eviction_rule import Eviction
-    from moesched.steps.views import View
 
 Replacement = Literal["ring", "lru", "none"]
 
@@ -109,6 +108,13 @@ class Memory(ReadOnly):
             )
 
 
+class OpenView(Protocol):
+    """A view of weights, as its slots know it: it ends when one of them gets another page."""
+
+    def close(self, engine: Engine) -> None:
+        """End the view, and have the next writers of its slots wait for the tasks that read through it."""
+
+
 class Slot(Block):
     """Space for one page.
 
@@ -131,7 +137,7 @@ class Slot(Block):
         self.fixed = fixed
         self.page: Page | None = None
         self.read = LOADED
-        self.views: list[View[Any]] = []
+        self.views: list[OpenView] = []
 
     def forget(self) -> None:
         """Drop the slot's references to the tasks and views that used the slot."""

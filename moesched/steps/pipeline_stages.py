@@ -14,10 +14,10 @@ from moesched.steps.verbs.table import VERBS
 from moesched.steps.views import Views
 from moesched.tasks import Lane
 
-Place = Literal["accelerator", "host", "to host", "from host", "fetch"]
-"""The lanes of a stage by their purpose; "fetch" brings pages from where the weights live."""
+StageLane = Literal["accelerator", "host", "to host", "from host", "fetch"]
+"""The name of a stage's lane: a processor, or a purpose of copies; "fetch" brings pages from where the weights live."""
 
-PLACES: tuple[Place, ...] = get_args(Place)
+STAGE_LANES: tuple[StageLane, ...] = get_args(StageLane)
 
 
 class PipelineStage:
@@ -29,7 +29,7 @@ class PipelineStage:
         processors: the names of the processors by role: "accelerator" and "host".
         memory: name of the accelerator's memory.
         lane, host: the lanes of the accelerator and the host.
-        places: the stage's lanes by purpose, such as "to host"; copies within one memory have no lane.
+        named_lanes: the stage's lanes by `StageLane`; copies within one memory have no lane.
         lanes: each verb's lane, by the verb's number; None for verbs with nothing to do.
         dense, whole: the views of layers' dense parts and of whole layers on the accelerator, by layer.
         expert: by processor role, the views of experts in that processor's memory, by (layer, expert).
@@ -46,9 +46,9 @@ class PipelineStage:
         "lane",
         "lanes",
         "memory",
+        "named_lanes",
         "number",
         "onward",
-        "places",
         "processors",
         "whole",
     )
@@ -63,13 +63,13 @@ class PipelineStage:
         self.processors = {"accelerator": numbered(roles.accelerator, number), "host": roles.host}
         self.memory = fast.name
         self.host = lanes["host"]
-        self.places = {"accelerator": self.lane, "host": self.host}
+        self.named_lanes = {"accelerator": self.lane, "host": self.host}
         if not machine.unified:
-            self.places["to host"] = lanes[machine.link(fast.name, host.name).lane]
-            self.places["from host"] = lanes[machine.link(host.name, fast.name).lane]
+            self.named_lanes["to host"] = lanes[machine.link(fast.name, host.name).lane]
+            self.named_lanes["from host"] = lanes[machine.link(host.name, fast.name).lane]
         if machine.joins(roles.weights, fast.name):
-            self.places["fetch"] = lanes[machine.link(roles.weights, fast.name).lane]
-        self.lanes = [self.places.get(verb.lane or "") for verb in VERBS]
+            self.named_lanes["fetch"] = lanes[machine.link(roles.weights, fast.name).lane]
+        self.lanes = [self.named_lanes.get(verb.lane or "") for verb in VERBS]
         self.dense = Views(fast, layout.dense)
         self.whole = Views(fast, layout.layer)
         self.expert: dict[str, Views[tuple[int, int]]] = {

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from moesched.models.layout import Page
 from moesched.steps.claims import Claim
-from moesched.steps.fixed_pages import Fixed, Home
+from moesched.steps.fixed_pages import FixedPages, HomePages
 from moesched.steps.memory import Memory, Pool, slots_of
 from moesched.steps.read_only import ReadOnly
 
@@ -18,16 +18,16 @@ class PlacedWeights(ReadOnly):
     """The pools and the resident pages of a plan, in the order of their declaration."""
 
     def __init__(self) -> None:
-        self._resident: list[Fixed] = []
+        self._resident: list[FixedPages] = []
         self._pools: list[Pool] = []
         self._filled: list[tuple[Pool, tuple[Page, ...]]] = []
-        self._home: Home | None = None
+        self._home: HomePages | None = None
         self._load_buffers = LOAD_BUFFERS
         self._in_order: list[Pool] = []
         self._seal()
 
     @property
-    def resident(self) -> tuple[Fixed, ...]:
+    def resident(self) -> tuple[FixedPages, ...]:
         """The pages that stay in a memory for the whole run."""
         return tuple(self._resident)
 
@@ -42,7 +42,7 @@ class PlacedWeights(ReadOnly):
         return tuple(self._filled)
 
     @property
-    def home(self) -> Home | None:
+    def home(self) -> HomePages | None:
         """Pages that the host reads for its experts, where weights come from; None if the host runs no experts."""
         return self._home
 
@@ -58,7 +58,7 @@ class PlacedWeights(ReadOnly):
         if filled:
             self._filled.append((pool, tuple(filled)))
 
-    def keep(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
+    def keep(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> FixedPages:
         """Add pages that stay in a memory for the whole run; `reserve` takes their bytes later.
 
         sizes: bytes of memory that each page takes on the device.
@@ -67,12 +67,12 @@ class PlacedWeights(ReadOnly):
         self._in_order.append(resident)
         return resident
 
-    def hold(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
+    def hold(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> FixedPages:
         """Add pages that stay in a memory for the whole run; their bytes are reserved already.
 
         sizes: bytes of memory that each page takes on the device.
         """
-        resident = Fixed(f"kept {len(self._resident)}", memory, pages, sizes)
+        resident = FixedPages(f"kept {len(self._resident)}", memory, pages, sizes)
         self._resident.append(resident)
         return resident
 
@@ -107,7 +107,7 @@ class PlacedWeights(ReadOnly):
             both: ids of pages that the host computes with as well, although they stay in another memory.
         """
         elsewhere = {page.id for resident in self._resident for page in resident.pages()} - set(both)
-        self._home = Home(memory, (page for page in pages if page.id not in elsewhere))
+        self._home = HomePages(memory, (page for page in pages if page.id not in elsewhere))
 
     def count_load_buffers(self, memory: Memory, global_bytes: int) -> None:
         """Choose `load_buffers` for a memory with resident pages, unless a pool there has slots to load through.

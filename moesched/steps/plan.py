@@ -15,7 +15,7 @@ from moesched.models.layout import Page
 from moesched.steps.claims import claim_of_slots
 from moesched.steps.declarations import require_slots, require_whole
 from moesched.steps.eviction_rule import Eviction
-from moesched.steps.fixed_pages import Fixed
+from moesched.steps.fixed_pages import FixedPages
 from moesched.steps.memory import Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
 from moesched.steps.node_experts import require_placement, require_routers
@@ -227,7 +227,7 @@ class Plan(PlanFacts):
         self.weights.add_pool(pool, filled)
         return pool
 
-    def keep(self, pages: Sequence[Page], role: Role = "accelerator") -> Fixed:
+    def keep(self, pages: Sequence[Page], role: Role = "accelerator") -> FixedPages:
         """Declare pages that stay in the memory `role` for the whole run; they are loaded before the first step.
 
         Raises:

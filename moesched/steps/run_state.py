@@ -10,7 +10,7 @@ from moesched.machines import INTERCONNECT
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page
 from moesched.requests.rows import Rows
-from moesched.steps.fixed_pages import Fixed
+from moesched.steps.fixed_pages import FixedPages
 from moesched.steps.memory import Slot, counts_of, slots_of
 from moesched.steps.micro_batch import MicroBatch, chunk_of, whole_micro_batch
 from moesched.steps.node_tasks import NodeTasks
@@ -91,7 +91,7 @@ class RunState:
         """True if the plan limits the micro-batches within a layer in prefill."""
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
-    def numbered(self, number: int) -> MicroBatch:
+    def micro_batch(self, number: int) -> MicroBatch:
         """Return the micro-batch with this number in tasks: micro-batches of decode come first, then of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
@@ -194,7 +194,7 @@ class RunState:
         for pool in self.plan.weights.pools:
             counts_of(pool).record(self.engine.submitted)
 
-    def load(self, resident: Fixed) -> list[PageTransfer]:
+    def load(self, resident: FixedPages) -> list[PageTransfer]:
         """Submit the transfers of resident pages from the memory where the weights come from."""
         return [
             self._bring(page, slot, "load")

@@ -7,7 +7,7 @@ from functools import cached_property
 from operator import add
 
 from moesched.machines.cost import cost_model
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.models.footprint import KEPT_ROWS
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.operations import Amount, Operations

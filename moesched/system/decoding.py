@@ -105,7 +105,7 @@ def _given_twice(text: bytes, error: str) -> str:
     return f"line {number} gives {key} again: give it once"
 
 
-def convert_value(raw: Any, kind: type[T], where: str, remedy: str) -> T:
+def convert_value(raw: object, kind: type[T], where: str, remedy: str) -> T:
     """Convert decoded lists, mappings and scalars to a value of a given type.
 
     Args:

@@ -53,12 +53,12 @@ class Log:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def info(self, event: str, **facts: Any) -> None:
+    def info(self, event: str, **facts: object) -> None:
         """Log an event of normal work; `facts` are its values by name."""
         if _is_shown(INFO):
             _logger(self._name).info(event, **facts)
 
-    def warning(self, event: str, **facts: Any) -> None:
+    def warning(self, event: str, **facts: object) -> None:
         """Log an event that needs the user's attention, although the run continues; `facts` are its values by name."""
         if _is_shown(WARNING):
             _logger(self._name).warning(event, **facts)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from moesched.system.scratch import remove_all
 
@@ -84,7 +83,7 @@ class _Signals:
         self._pending = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def lost(self, told: Any) -> None:
+    def lost(self, told: sys.UnraisableHookArgs) -> None:
         """Deliver the signal again if Python ignored the exception `Stopped`, as it does in finalizers.
 
         Args:

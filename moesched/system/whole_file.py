@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
@@ -65,7 +65,7 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
         raise BadInput(f"cannot write {what} {path}: {error.strerror or error}: {remedy}") from error
 
 
-def write_json(path: Path, what: str, content: Any) -> None:
+def write_json(path: Path, what: str, content: object) -> None:
     """Write a value as indented JSON, atomically.
 
     Args:

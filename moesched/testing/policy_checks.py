@@ -16,7 +16,7 @@ from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.errors import BadInput
 from moesched.jobs.cut_prompts import may_cut_prompts
 from moesched.machines import Machine, load_machine
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.machines.local import unified_machine
 from moesched.machines.networks import load_network
 from moesched.machines.staging import staged

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.machines.demand import Demand
 from moesched.steps.pool_counts import Counted
 from moesched.system.cells import html_of
 from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
 from moesched.system.input_file import read_input
 from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import shown
+from moesched.tasks import Demand
 from moesched.trace.chrome_writer import (
     CANCELLED,
     CRITICAL_PID,
@@ -104,7 +104,7 @@ class CostEntry(NamedTuple):
     nbytes: float
     seconds: float
     shares: tuple[tuple[str, float], ...]
-    sort: str
+    work_class: str
     slowed: tuple[tuple[str, float], ...]
     lead: float
     fixed: float
@@ -325,7 +325,7 @@ def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> tuple[list[Slice]
         lanes: the lane of each track, by tid.
     """
     decode = msgspec.json.Decoder(SliceArgs).decode
-    known: dict[tuple[Any, ...], TaskInfo] = {}
+    known: dict[tuple[object, ...], TaskInfo] = {}
     slices, depends_on = [], []
     for event in tasks:
         start = nanoseconds(event.ts)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.machines.demand import CostModel, Demand
+from moesched.machines.cost_model import CostModel
 from moesched.steps.memory import Pool, counts_of
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import (
@@ -18,6 +18,7 @@ from moesched.tasks import (
     Block,
     Collective,
     Decision,
+    Demand,
     Join,
     Lane,
     PageTransfer,
@@ -175,12 +176,12 @@ def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
 
     sharing: whether demands keep their shares of resources, by which the virtual clock slows concurrent tasks down.
     """
-    works = {id(task.work): task.work for task in tasks if task.work.demand and task.work.demand.seconds}
-    costs = {}
-    for work in works.values():
-        demand = work.demand if sharing else work.demand._replace(shares=(), slowed=())
-        costs[_key(work)] = demand
-    return costs
+    works = {id(task.work): task.work for task in tasks}
+    return {
+        _key(work): demand if sharing else demand._replace(shares=(), slowed=())
+        for work in works.values()
+        if (demand := work.demand) is not None and demand.seconds
+    }
 
 
 def predictions_of(tasks: Iterable[Task], cost: CostModel) -> dict[WorkKey, float]:

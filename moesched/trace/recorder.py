@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moesched.engine import Engine
-from moesched.machines.demand import CostModel
+from moesched.machines.cost_model import CostModel
 from moesched.steps.memory import Pool
 from moesched.tasks import Lane, PageTransfer, Task
 from moesched.trace.recorded_tasks import HasPeak, RankRecord, costs_of, predictions_of, record
 from moesched.trace.recording import Recording
 
 if TYPE_CHECKING:
-    from moesched.drivers.replay import Timeline
+    from moesched.drivers.replay import ReplayedRun
 
 
 class _RankRecorder:
@@ -73,9 +73,9 @@ class Recorder(_RankRecorder):
         """The function that drivers call with each finished task, the `append` of a list."""
         return self._append
 
-    def replayed(self, timeline: Timeline) -> None:
+    def replayed(self, run: ReplayedRun) -> None:
         """Add a run that was replayed from a captured schedule; its tasks are made when the recording is requested."""
-        self._replayed.append(timeline.tasks)
+        self._replayed.append(run.tasks)
 
     def recording(self) -> Recording:
         """Return the recording of the tasks that ran so far."""
@@ -106,9 +106,9 @@ class FirstSteps(Recorder):
         """The function that drivers call with each finished task, which keeps tasks of the first steps."""
         return self._keep
 
-    def replayed(self, timeline: Timeline) -> None:
+    def replayed(self, run: ReplayedRun) -> None:
         """Add the first steps of a run that was replayed from a captured schedule, given its times."""
-        self._replayed.append(lambda: self._first_of(timeline.tasks()))
+        self._replayed.append(lambda: self._first_of(run.tasks()))
 
     def _keep(self, task: Task) -> None:
         if self._end is None:

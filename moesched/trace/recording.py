@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from moesched.machines.demand import Demand
 from moesched.steps.pool_counts import Counted
-from moesched.tasks import Phase, phase_after
+from moesched.tasks import Demand, Phase, phase_after
 
 WAIT = "wait"
 """The verb of a task that lasts until the next request arrives."""

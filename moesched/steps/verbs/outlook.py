@@ -9,7 +9,7 @@ from moesched.errors import PolicyError
 from moesched.models.layout import Page
 from moesched.steps.expected_ends import ExpectedEnds, expected_ends
 from moesched.steps.model_pages import require_pages
-from moesched.steps.pipeline_stages import PLACES, Place
+from moesched.steps.pipeline_stages import STAGE_LANES, StageLane
 from moesched.steps.roles import Role
 from moesched.steps.verbs.base import Verbs
 from moesched.tasks import DONE, Task
@@ -50,25 +50,25 @@ class Outlook(Verbs):
         now, ends = self._expected("seconds_until", handle)
         return (ends.tasks.get(handle.id, now) - now) / 1e9
 
-    def seconds_until_idle(self, place: Place, layer: int = 0) -> float:
+    def seconds_until_idle(self, lane: StageLane, layer: int = 0) -> float:
         """Return the expected seconds until a lane has run all tasks that were submitted to it; 0 if it is idle.
 
         Args:
-            place: the lane: a processor ("accelerator", "host"), a copy between the memories of accelerator and host
+            lane: a processor ("accelerator", "host"), a copy between the memories of accelerator and host
                 ("to host", "from host"), or "fetch": the copy from where the weights live to the accelerator.
             layer: in a pipeline, any layer of the stage that is meant.
 
         Raises:
-            PolicyError: there is no such place or layer, no times were requested, or the policy asks endlessly without
+            PolicyError: there is no such lane or layer, no times were requested, or the policy asks endlessly without
                 waiting.
         """
-        if place not in PLACES:
-            known = ", ".join(map(repr, PLACES))
-            raise PolicyError(f"seconds_until_idle: there is no place {place!r}: give one of {known}")
+        if lane not in STAGE_LANES:
+            known = ", ".join(map(repr, STAGE_LANES))
+            raise PolicyError(f"seconds_until_idle: there is no lane {lane!r}: give one of {known}")
         self._require_layer("seconds_until_idle", layer)
         now, ends = self._expected("seconds_until_idle")
-        lane = self._state.stage_of[layer].places.get(place)
-        return 0.0 if lane is None else (ends.lanes.get(lane, now) - now) / 1e9
+        found = self._state.stage_of[layer].named_lanes.get(lane)
+        return 0.0 if found is None else (ends.lanes.get(found, now) - now) / 1e9
 
     def _expected(self, question: str, *asked: Task) -> tuple[int, ExpectedEnds]:
         """Return the time now in nanoseconds, and the expected ends of all tasks, `asked` included.

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
-from moesched.machines.demand import CostModel, Demand
+from moesched.machines.cost_model import CostModel
 from moesched.plugins import make_policy
 from moesched.seams import Policy, is_expert_parallel
-from moesched.tasks import Work
+from moesched.tasks import Demand, Work
 from moesched.testing.policy_checks import Case, Clock, check_plans, node_cases, policy_cases
 
 SEEDS = range(3)
