@@ -1,7 +1,7 @@
-"""Encodes weights as blocks of a coded storage format; each weight gets the nearest code.
+"""Encodes weights as blocks of a quantised storage format; each weight gets the nearest code.
 
-A group's smallest and largest weight decide its scale. The tools of llama.cpp search for better scales in formats that
-have factors.
+A group's smallest and largest weight decide its scale. llama.cpp's tools search for better scales in the formats whose
+scales are small integers times a unit per block.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
 
 
 def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
-    """Return, for each group, the weight that code 0 stands for: the least weight, or 0 in a format without minimums.
+    """Return, for each group, the weight that code 0 stands for.
 
-    The weight is at most 0 in a format with factors, which has no positive minimums.
-
+    It is the least weight of the group. It is 0 in a format without minimums, and at most 0 in one with integer
+    factors,
+    which can only store minimums that are subtracted.
     groups: array (groups, weights of a group).
     """
     if stored.minimum is None:

@@ -140,7 +140,7 @@ def mask_bytes(tokens: int, cached: int) -> int:
 def beside_cache_bytes(
     operations: Operations, starts: Sequence[int], tokens: Sequence[int], scattered: int = 0
 ) -> int:
-    """Return the most bytes of keys and values that a chunk of prompts needs beside the KV cache of a layer.
+    """Return the most bytes of keys and values that a chunk of prompts needs in addition to the KV cache of a layer.
 
     Args:
         starts: for each request, its number of tokens before the chunk; used for layers with a sliding window.

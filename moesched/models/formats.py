@@ -28,10 +28,11 @@ _INSTEAD = {_Q6_K: _Q8_0, _Q5_K: _Q5_1, _Q4_K: _Q5_0}
 
 
 class Format(msgspec.Struct, frozen=True):
-    """A storage format.
+    """A storage format of a whole model, for simulation: bytes per weight by the role of a tensor, and the speed of
+    kernels.
 
     Attributes:
-        weights: for each role of a tensor, bytes per weight.
+        weights: for each role of a tensor, such as "expert" or "head", bytes per weight.
         odd_rows: for each role, bytes per weight if the length of rows is not a multiple of `BLOCK`.
         kernel_rate: share of the processor's FLOP/s, in the dtype of the computation, that matrix products with weights
             of this format reach; below 1 where kernels first convert the weights.

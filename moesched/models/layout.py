@@ -1,4 +1,7 @@
-"""Layout of a model's weights in pages, the units in which weights move between memories."""
+"""Layout of a model's weights in pages, the units in which weights move between memories.
+
+A page has rows of tensors of one expert, or of a layer's weights that every token needs.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ MXFP4 = STORED_FORMATS["mxfp4"]
 CODES, SCALES = "_blocks", "_scales"
 """Endings of the names of the two tensors."""
 CODE_BYTES = MXFP4.block_bytes - 1
-"""Bytes of the codes of a group: each byte has two neighbours."""
+"""Bytes of the codes of a group: each byte has the 4-bit codes of two neighbouring weights."""
 REMEDY = "copy the checkpoint again from where it came from"
 
 

@@ -79,7 +79,7 @@ class Product(NamedTuple):
 
 
 class Products(TensorSizes):
-    """Base of operations that multiply rows by matrices of a layer."""
+    """Base of classes that compute the costs of operations which multiply rows by a layer's matrices."""
 
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
         """Return the matrices among these tensors as one product; vectors are left out, as their costs are small.
@@ -162,7 +162,7 @@ class AttentionOperations(Products):
         return Amount(in_prompts + (pairs - prompt_pairs) * attention.step_flops, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
-        """Return the cost of attention for one new token per sequence, as `attention` does, but computed faster.
+        """Return the cost of attention for one new token per sequence; a faster way to compute the same as `attention`.
 
         totals: for each sequence, the number of tokens in the cache afterwards.
         """
