@@ -48,8 +48,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType({"q4_k": "q5_0", "q5_k": "q5_1", "
 
 
 def coded_as(config: ModelConfig, name: str) -> ModelConfig:
-    """Return a copy of a model's configuration with matrices in coded (quantised) formats, norms and routers in
-    float32.
+    """Return a copy of a model's configuration with matrices in quantised formats, norms and routers in float32.
 
     Matrices that are stored transposed, or whose rows are not whole blocks, stay plain.
 

@@ -28,8 +28,7 @@ _INSTEAD = {_Q6_K: _Q8_0, _Q5_K: _Q5_1, _Q4_K: _Q5_0}
 
 
 class Format(msgspec.Struct, frozen=True):
-    """A storage format of a whole model, for simulation: bytes per weight by the role of a tensor, and the speed of
-    kernels.
+    """A storage format of a whole model, for simulation: bytes per weight by a tensor's role, and the speed of kernels.
 
     Attributes:
         weights: for each role of a tensor, such as "expert" or "head", bytes per weight.

@@ -22,8 +22,8 @@ def devices_contend(plan: Plan) -> bool:
 def host_contends(plan: Plan) -> bool:
     """Test whether a plan's host computes from the memory that transfers to the accelerator read at the same time.
 
-    False for a machine whose processors and memories name no class of hardware, and for one with measured costs, since
-    the rates of such machines are used as they are.
+    False if the machine's profile has measured costs, or names no class of hardware for its processors: rates of such a
+    machine are used as they are.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

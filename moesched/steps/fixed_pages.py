@@ -1,4 +1,4 @@
-"""Pages that stay in a memory for the whole run: kept there by a plan, or there from the start for the host to use."""
+"""Pages that stay in a memory for the whole run: kept there by a plan, or stored there and read by the host."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Fixed(Pool):
 
 
 class Home(Fixed):
-    """Pages in the memory that weights come from, for the host to compute with.
+    """Pages that the host computes with in the memory where the weights are stored.
 
-    The pages are there already: nothing loads or moves them, and they claim no further bytes.
+    They are there before the run: nothing loads or moves them, and they claim no further bytes.
     """
 
     def __init__(self, memory: Memory, pages: Iterable[Page]) -> None:

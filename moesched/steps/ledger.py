@@ -1,4 +1,4 @@
-"""Checks of the ledger: whether the accounts of memories, pools and views agree about bytes, pages and slots."""
+"""Checks that memories, pools and views (the slots that kernels read) agree about bytes, pages and slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ledger:
         self._views: list[Views[Any]] = []
 
     def add(self, memories: Iterable[Memory], pools: Iterable[Pool], views: Iterable[Views[Any]]) -> None:
-        """Add memories, pools and views to be checked."""
+        """Add memories, pools and views, to be checked later."""
         self._memories += memories
         self._pools += pools
         self._views += views

@@ -29,7 +29,7 @@ Replacement = Literal["ring", "lru", "none"]
 
 
 class Memory(ReadOnly):
-    """One tier of memory with a budget in bytes, and a table of the slots that hold pages."""
+    """One memory of the machine, with a budget in bytes and a table of the slots that hold pages."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -119,7 +119,7 @@ class Slot(Block):
         page: the page that it holds; None while it is empty.
         read: number of the last step that read the page. Before any step read the page, the way in which it came:
             `LOADED` before the first step, `FETCHED` on demand, or `SPECULATED` by a speculative fetch.
-        views: the open views that read the page.
+        views: the open views that show the page; a view is the set of slots that one kernel reads.
     """
 
     __slots__ = ("fixed", "index", "page", "pool", "read", "views")
@@ -144,7 +144,9 @@ class Pool(ReadOnly):
     """Page slots of one size in one memory, allocated once for the whole run.
 
     Empty slots are filled first. When there are none, a `ring` replaces the oldest page, `lru` the least recently used
-    one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` chooses the page. Only `reserve` takes the bytes.
+    one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` chooses the page. Making a pool takes no bytes of
+    the
+    memory's budget: `reserve` does.
 
     Args:
         name: the pool's name in messages and reports.
@@ -226,7 +228,7 @@ class Pool(ReadOnly):
 
         Args:
             pages: pages that are not in the memory.
-            engine: gets the edges of the evicted pages' readers.
+            engine: the engine, which then has the next writer of a slot wait for the evicted page's readers.
             arrival: the way in which the next submitted task brings the pages: `LOADED`, `FETCHED` or `SPECULATED`.
             step: the step that brings them; -1 before the first one.
 
@@ -262,7 +264,7 @@ class Pool(ReadOnly):
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
-        """Empty a slot; the next task that writes to the slot waits for all that read its page, in a view or not."""
+        """Empty a slot; the next task that writes to the slot waits for all tasks that read its page."""
         self._forget(slot, engine)
         slot.page = None
         self._empty.append(slot)
@@ -334,7 +336,7 @@ def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
     """Note that a task of `tokens` rows of the step `step` reads the pages in these slots.
 
     Returns:
-        whether a pool of these slots has to be told of every use; if not, the first use in each step is enough.
+        whether later reads in the same step have to be noted as well, since a pool's replacement rule counts every use.
     """
     every_use = False
     for slot in slots:

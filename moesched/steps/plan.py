@@ -58,7 +58,7 @@ class Plan(PlanFacts):
     """
 
     def limit_in_flight(self, micro_batches: int) -> None:
-        """Promise that in prefill at most `micro_batches` are within a layer at once; by default all of them may be.
+        """Declare that in prefill at most `micro_batches` are within a layer at once; by default all of them may be.
 
         A micro-batch is within a layer from its `pre_attention` to the last of `post_attention` or `combine` and
         `offload_kv`. The fewer, the less memory their activations need.

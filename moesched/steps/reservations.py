@@ -123,11 +123,11 @@ class KVPlan(NamedTuple):
     slot_bytes: int
 
     def held_by(self, role: Role) -> list[int]:
-        """Return the micro-batches whose KV cache is in the memory `role`, in all layers or in some."""
+        """Return the numbers of the micro-batches whose KV cache is in the memory `role`, in all layers or in some."""
         return [number for number, holders in enumerate(self.roles) if role in holders]
 
     def layers_held_by(self, role: Role, micro_batch: int) -> tuple[int, ...]:
-        """Return the layers in which a micro-batch's KV cache is in the memory `role`."""
+        """Return the numbers of the layers in which a micro-batch's KV cache is in the memory `role`."""
         return tuple(layer for layer, holder in enumerate(self.roles[micro_batch]) if holder == role)
 
     @property

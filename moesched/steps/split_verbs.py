@@ -64,7 +64,7 @@ class SplitVerbs:
         return part_of(task, Kernel, task.lane, work, verb, task.operands)
 
     def _work(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
-        """Make the `Work` of one task of a split verb, with the rows and the kind of layer of the verb's own task.
+        """Make the `Work` (FLOPs and bytes) of one task of a split verb, with the rows and layer of the verb's task.
 
         Args:
             kind: the part's kind of operation.

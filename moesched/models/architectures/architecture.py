@@ -1,6 +1,4 @@
-"""The description that each supported architecture's file gives: `Architecture`, with the tensors `Stored` in its
-files.
-"""
+"""The description that each supported architecture's file gives, and the tensors in checkpoint files."""
 
 from __future__ import annotations
 

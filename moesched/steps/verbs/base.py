@@ -21,7 +21,7 @@ from moesched.steps.views import View, Views
 from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Phase, Task
 
 NEVER = -1 << 62
-"""A progress that no micro-batch has: what a verb needs that does not exist on this node."""
+"""A progress that no micro-batch has: the one needed by verbs that do not exist on this node."""
 
 Priority = Literal["urgent", "normal", "speculative"]
 CLASSES: Mapping[Priority, int] = MappingProxyType({"urgent": URGENT, "normal": DEMAND, "speculative": IDLE})
@@ -115,11 +115,11 @@ class Verbs(StepFacts):
             self._submit = before
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """Check that a micro-batch has just the progress that a verb needs, and return the micro-batch.
+        """Check that a micro-batch has exactly the progress that a verb needs, and return the micro-batch.
 
         Raises:
             OutOfOrder: the micro-batch has another progress, or there is no such layer or micro-batch.
-            PolicyError: it is not the policy's turn.
+            PolicyError: the policy is not running, or runs on another thread.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(verb.name)
@@ -138,7 +138,7 @@ class Verbs(StepFacts):
 
         Raises:
             OutOfOrder: the verb comes too early or too late, or there is no such layer or micro-batch.
-            PolicyError: it is not the policy's turn.
+            PolicyError: the policy is not running, or runs on another thread.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(verb.name)
@@ -172,7 +172,7 @@ class Verbs(StepFacts):
 
         Args:
             operands: the task's operands, as the device's runner takes them.
-            reads, writes: further blocks, beside the micro-batch's blocks that the table names.
+            reads, writes: blocks of data that the task reads and writes, beside those that the table of verbs names.
 
         Returns:
             the task; where the verb has nothing to do, the task that made the data.
@@ -195,12 +195,12 @@ class Verbs(StepFacts):
         return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
     def _enter(self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...]) -> Task:
-        """Submit a task that a verb has made itself, and note the policy's line in the task; returns the task.
+        """Submit a task that a verb has made itself, note the policy's line in the task, and return the task.
 
-        reads, writes: the blocks that the task reads and writes.
+        reads, writes: the blocks of data that the task reads and writes.
 
         Raises:
-            PolicyError: the step has submitted the most tasks that a step may.
+            PolicyError: the step has submitted as many tasks as a step may.
         """
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
@@ -214,7 +214,7 @@ class Verbs(StepFacts):
         return views.show(key, self._state.engine)
 
     def _enter_layer(self, verb: Verb, batch: MicroBatch, layer: int) -> None:
-        """Have a micro-batch's next verbs use the works for the kind of this layer.
+        """Have a micro-batch's next verbs use the costs of this layer's kind.
 
         Raises:
             OutOfOrder: the micro-batch has been through all layers.

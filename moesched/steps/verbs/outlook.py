@@ -85,7 +85,7 @@ class Outlook(Verbs):
         question: the calling method's name, for messages.
 
         Raises:
-            PolicyError: no times were requested, or the policy asks endlessly without waiting or out of turn.
+            PolicyError: no times were requested, the policy is not running, or it asks endlessly without waiting.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(question)

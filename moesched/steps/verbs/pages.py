@@ -95,10 +95,10 @@ class PageVerbs(Verbs):
             pool.vacate(slot, self._state.engine)
 
     def _require_own(self, verb: str, pool: Pool, source: Pool | None = None) -> None:
-        """Check that it is the policy's turn to call verbs, and that the pools are of its own plan.
+        """Check that the policy is running on this thread, and that the pools are of its own plan.
 
         Raises:
-            PolicyError: it is not the policy's turn, or a pool is of another plan.
+            PolicyError: it is not running, runs on another thread, or a pool is of another plan.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(verb)
