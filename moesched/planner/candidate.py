@@ -24,7 +24,7 @@ ROUGH = (1, 16, 64, 256)
 MOST_CHUNKS = 2048
 """Most chunks of prefill of a batch that a user may ask for, and of a micro-batch that the search tries."""
 FEW = 4
-"""Number of micro-batches of the points with large micro-batches from which the search starts."""
+"""Number of micro-batches in those starts of the search that have large micro-batches."""
 MOST_SHARES = 8
 SIMILAR = 1.05
 """Factor between bounds that do not tell which schedule is better."""

@@ -32,6 +32,7 @@ class Cut(NamedTuple):
     Attributes:
         setting: the setting of the cut model.
         budgets: bytes by memory.
+        batch: the batch, the same as for the whole model.
         part: the cut model's number of layers divided by the whole model's.
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """

@@ -1,4 +1,4 @@
-"""Finds the traits of a policy from its plans: the place of the KV cache, the weights that stay, the costs of batches.
+"""Finds a policy's traits from its plans: where its KV cache is, which weights stay, what micro-batches cost.
 
 No policy is known by name here, so users' own policies are planned like those that ship.
 """
@@ -207,7 +207,7 @@ _LayerWork = tuple[float, Work]
 
 
 class _Needs:
-    """The work of one micro-batch of a plan on each lane in a layer, and the micro-batch's bytes by memory.
+    """The work of one micro-batch in a layer, by lane, and the micro-batch's bytes, by memory.
 
     Where layers differ, the work of each kind of layer is weighted by its share of the layers.
 
@@ -265,10 +265,10 @@ class _Needs:
         return self._shares[kind] / self._together, work
 
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
-        """Add a layer's work with experts on the host, and with a copy of their outputs to the accelerator.
+        """Add the work of a layer whose experts run on the host, with the copy of their outputs to the accelerator.
 
         Args:
-            works: the works of the micro-batch in this kind of layer, by verb.
+            works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
             kind: index of the kind of layer.
         """
         share, made = self._shares[kind], run_state.works
@@ -348,7 +348,7 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
     """Return the bytes, by memory, that a plan's declarations take without its pages and pools.
 
     Args:
-        facts: the plan whose number of layers counts; it may be another plan for the same machine and batch.
+        facts: a plan for the same machine and batch, whose number of layers counts.
         declared: the plan that has the declarations.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}

@@ -179,7 +179,7 @@ class OnDevices:
 
 
 class OfLanes:
-    """An observer that passes only the tasks of some lanes on to another observer."""
+    """An observer that passes on to another observer only those tasks that ran on some lanes."""
 
     def __init__(self, observer: Observer, lanes: Iterable[Lane]) -> None:
         self._observer = observer

@@ -95,7 +95,7 @@ Ending: TypeAlias = Literal["stop", "length"]
 
 
 class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One more token of a request.
+    """Message from the engine with one more token of a request.
 
     Attributes:
         number: the request's number.
@@ -128,7 +128,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The load of the engine; sent after a step, a few times a second at most.
+    """Message from the engine about its load; sent after a step, a few times a second at most.
 
     Attributes:
         running: number of requests that run.

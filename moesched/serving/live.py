@@ -1,4 +1,4 @@
-"""Requests that other threads hand over while a run serves them."""
+"""Requests that other threads, such as a server's, hand over while a run serves them."""
 
 from __future__ import annotations
 
