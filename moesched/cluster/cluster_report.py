@@ -33,7 +33,8 @@ def cluster_report(
     """Merge the nodes' reports into one; None if no node sent a report.
 
     Args:
-        launch: the run, with its tokens and the nodes' reports; `roster` holds the run's nodes.
+        launch: the run, with its tokens and the nodes' reports.
+        roster: the run's nodes.
         text: the generated text of each prompt; None without a tokenizer.
         ending: the error or signal that ended the run, if any.
     """

@@ -22,11 +22,11 @@ from moesched.steps.works import GROWING
 from moesched.tasks import CLASS_SHIFT, Collective, Lane, Task, Work, class_of
 
 Price = Callable[[Work], int]
-"""Function from a work to its nanoseconds."""
+"""Function from a `Work` (FLOPs and bytes of a task) to the nanoseconds that it takes alone."""
 
 
 class NotFixed(MoeschedError):
-    """Raised if the graphs of a policy's steps may differ, so that the steps cannot be captured.
+    """Raised if the graphs of a policy's steps may differ, so that a few captured steps cannot stand for all.
 
     The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule or state of its own.
     """
@@ -165,8 +165,8 @@ class StepGraph:
         """Return the duration of each task of a step in nanoseconds, by position.
 
         Args:
-            price: returns the nanoseconds of a work.
-            works: the works of this step that differ between steps, by (micro-batch, verb, kind of layer).
+            price: returns the nanoseconds of a `Work`.
+            works: the FLOPs and bytes that differ between steps, by (micro-batch, verb, kind of layer).
         """
         if not self._durations:
             prices = [*map(price, self._works), 0]
@@ -295,7 +295,7 @@ def _identity(task: Task) -> tuple[Any, ...]:
 
 
 def _numbered_works(tasks: Sequence[Task], lanes: Sequence[int]) -> tuple[list[Work], list[int]]:
-    """Return the distinct works of tasks, and for each task the index of its work in that list.
+    """Return the distinct `Work` objects of tasks, and for each task the index of its own in that list.
 
     Args:
         lanes: for each task, the index of its lane; below 0 for a join, which takes no time and gets the index -1.

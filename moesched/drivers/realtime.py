@@ -338,7 +338,7 @@ class RealtimeDriver:
 
 @contextmanager
 def _quiet_interpreter() -> Iterator[None]:
-    """Let Python switch threads more often and collect garbage less often, within this context."""
+    """Have Python switch threads more often and collect garbage less often, within this context."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(min(interval, SWITCH_INTERVAL_SECONDS))
     gc.set_threshold(max(thresholds[0], COLLECT_AFTER) if thresholds[0] else 0, *thresholds[1:])

@@ -32,7 +32,9 @@ class Timeline:
 
     Attributes:
         steps: the captured step that each step of the run repeats; the first one is loading.
-        works: for each step, the works that differ between steps, by (micro-batch, verb, kind of layer).
+        works: for each step, the `Work` objects (FLOPs and bytes) that differ between steps, by (micro-batch, verb,
+        kind
+            of layer).
         starts, ends: for each task, by its number, the time at which it starts and ends.
     """
 
@@ -74,7 +76,7 @@ class Timeline:
 
     @property
     def captured(self) -> int:
-        """Number of steps that the policy itself scheduled, without loading; later steps repeat the last of them."""
+        """Number of steps that the policy scheduled, without loading; the steps after these repeat the last one."""
         return len({id(step) for step in self.steps}) - 1
 
     def samples(self, index: int) -> dict[int, int]:
@@ -131,7 +133,7 @@ class Timeline:
 
 
 def _generated(captured: Task, step: int) -> int:
-    """Return `Task.generated` (tokens generated before) of the task that repeats a captured task in the step `step`."""
+    """Return the number of tokens generated before the task that repeats a captured task in the step `step`."""
     since = step - captured.step
     return captured.generated + since if captured.phase == "decode" else captured.generated
 
@@ -326,7 +328,10 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """At time `now`, start arrived collectives on their lanes, or queue them, behind earlier collectives only."""
+        """Start arrived collectives at the time `now`, or queue them on their lanes.
+
+        They are queued behind earlier collectives and before all other tasks.
+        """
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT

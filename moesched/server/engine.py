@@ -133,8 +133,9 @@ class Receiver:
         self._send = send
 
     def take(self, message: ToEngine) -> None:
-        """Carry out a message of the HTTP process: run a request, drop one, or close. Requests that do not fit are
-        refused.
+        """Carry out a message of the HTTP process: run a request, drop one, or close.
+
+        Requests that do not fit are refused.
         """
         if isinstance(message, Ask):
             try:
