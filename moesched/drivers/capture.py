@@ -149,11 +149,15 @@ class StepGraph:
         self._works, self._work_of = _numbered_works(tasks, self.lanes)
 
     def key(self, task: Task) -> Sized:
-        """Return (micro-batch, verb, kind of layer) of a task, the key of its work in `nanoseconds` and `sized`."""
+        """Return (micro-batch, verb, kind of layer) of a task; tasks of a step with equal keys have equal FLOPs and
+        bytes.
+        """
         return task.micro_batch, task.verb, self.kind_of[task.layer]
 
     def repeats(self, other: StepGraph) -> bool:
-        """Test whether this step and another one have the same graph; works that change with each step may differ."""
+        """Test whether this step and another one have the same graph; FLOPs and bytes that change with each step may
+        differ.
+        """
         return (
             self.edges == other.edges
             and self.lanes == other.lanes

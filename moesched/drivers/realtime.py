@@ -1,4 +1,4 @@
-"""The real-time driver: runs policy coroutines on an event loop while lanes run tasks beside it.
+"""The real-time driver: runs policy coroutines on an event loop, while lanes run tasks on threads or streams.
 
 `lanes.py` describes the kinds of lanes. Lanes finish tasks under the engine's lock and take the next one themselves.
 The loop is woken only for handles that a policy awaits, since waking it costs more than most tasks take.

@@ -139,12 +139,12 @@ def _generated(captured: Task, step: int) -> int:
 
 
 def _resized(captured: Work, work: Work | None) -> Work:
-    """Return the work of the task that repeats a captured task in another step.
+    """Return the `Work` (FLOPs and bytes) of the task that repeats a captured task in another step.
 
     Args:
-        captured: the work of the captured task.
-        work: the other step's work of this micro-batch, verb and kind of layer, perhaps of another processor; None if
-            the work is the same in all steps.
+        captured: the `Work` of the captured task.
+        work: that of the other step for this micro-batch, verb and kind of layer, perhaps of another processor; None if
+            it is the same in all steps.
     """
     if work is None or work.resource == captured.resource:
         return work or captured
@@ -214,7 +214,10 @@ def _play(steps: list[StepGraph], run_state: RunState, price: Price) -> Timeline
 class _PricedSteps:
     """Computes the durations of captured steps, one step after the other.
 
-    `works` holds, for each step, the works that differ between steps, by (micro-batch, verb, kind of layer).
+    Attributes:
+        works: for each step, the `Work` objects (FLOPs and bytes) that differ between steps, by (micro-batch, verb,
+        kind
+            of layer).
     """
 
     def __init__(self, steps: Sequence[StepGraph], run_state: RunState, price: Price) -> None:

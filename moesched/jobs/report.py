@@ -43,7 +43,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         model_dtype: the dtype of the model's weights.
         budget_bytes: budget of each memory.
         kinds: numbers and times of tasks by verb and lane.
-        cores: use of the host's cores beside a GPU, by the fields of `CorePlan`; None without a GPU.
+        cores: use of the host's cores in a run on a GPU, by the fields of `CorePlan`; None without a GPU.
         bytes_read: bytes read from the checkpoint's files; None if not measured.
         batches: number of successive batches.
         chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.

@@ -92,10 +92,12 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
 
 
 def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Plan a cut model, with memory budgets that leave it room in proportion; None if the plan does not fit.
+    """Plan a cut model with memory budgets in proportion to its number of layers; None if the plan does not fit.
 
     A pool that caches pages has slots in proportion to the number of layers; a pool through which pages stream has a
-    fixed number of slots. The budgets suit caches first; if pools do not shrink with memory, they suit streaming.
+    fixed number of slots. Budgets for caches are tried first. If the pools do not shrink with them, budgets for
+    streaming
+    are taken.
 
     Args:
         setting: the setting of the cut model.

@@ -252,10 +252,11 @@ class _Needs:
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
-        """Return the work of `post_attention` in a layer of one kind, weighted by the kind's share of the layers.
+        """Return the FLOPs and bytes of `post_attention` in a layer of one kind, with the kind's share of the layers as
+        weight.
 
         Args:
-            works: the works of the micro-batch in this kind of layer, by verb.
+            works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
             kind: index of the kind of layer.
         """
         work, made = works["post_attention"], run_state.works

@@ -217,7 +217,7 @@ def _require_role(plan: Plan, *, first: bool) -> None:
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
     """Run a task, and return its value, or an awaitable of the value for a task that waits.
 
-    beside: by verb, functions that run a task instead of the device.
+    beside: by verb, functions that run a task in place of the device.
     """
     return beside.get(task.verb, device.execute)(task)
 

@@ -23,7 +23,7 @@ class Gate:
 
     Args:
         running: the largest number of answers that run at once.
-        waiting: the largest number of answers that wait beside them.
+        waiting: the largest number of answers that wait.
         clock: returns the time in seconds.
     """
 

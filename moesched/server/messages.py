@@ -68,14 +68,18 @@ class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Message from the engine that weights are loaded, with what it serves.
+    """Message from the engine that weights are loaded: the model that it serves, and the limits of requests.
 
     Attributes:
         model: the model's name.
         policy: the name of the policy.
         predicted: predicted tokens per second with the most requests at once; None unless the planner chose the policy.
         machine: the name of the machine.
-        places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
+        places: number of micro-batches.
+        sequences: the largest number of requests of a micro-batch.
+        cache_tokens: tokens in the KV cache of a micro-batch.
+        prompt_tokens: the most prompt tokens of a micro-batch in a step.
+        context: the largest number of tokens of a request, prompt and answer together.
         vocabulary: the number of tokens that the model knows.
     """
 

@@ -105,7 +105,8 @@ class BatchBytes(ReadOnly):
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
     def host_rows(self, attended: Iterable[int], *, routed: bool) -> int:
-        """Return the bytes of the host's buffers for rows that micro-batches exchange with an accelerator in decode.
+        """Return the bytes of the host's buffers through which micro-batches exchange rows with an accelerator in
+        decode.
 
         Each micro-batch has a buffer of its own.
 
@@ -122,7 +123,7 @@ class BatchBytes(ReadOnly):
         )
 
     def host_prompt_rows(self, in_flight: int) -> int:
-        """Return the bytes of the host's buffers for prompt rows that experts run there.
+        """Return the bytes of the host's buffers for rows of prompts whose experts run on the host.
 
         in_flight: number of micro-batches that are within a layer at once; the largest ones are counted.
         """

@@ -139,8 +139,9 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """End the step; the framework calls this once the policy's method has ended.
 
         Returns:
-            for each micro-batch that sampled, (its requests, its `sample` task); where requests join and leave, also
-            for each other micro-batch, (no requests, its last task).
+            for each micro-batch that sampled, (its requests, its `sample` task); in continuous batching, also for each
+            other
+            micro-batch, (no requests, its last task).
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.

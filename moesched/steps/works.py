@@ -59,7 +59,7 @@ class Works:
         *,
         joins: bool = False,
     ) -> Work:
-        """Return the work of one kind of operation on `tokens` rows, in one kind of layer.
+        """Return the `Work` (FLOPs and bytes) of one kind of operation on `tokens` rows, in one kind of layer.
 
         Args:
             kind: the kind of operation, such as "expert_ffn".
@@ -167,7 +167,9 @@ class Works:
         return self._is_fixed and batch.phase == "decode" and not batch.whole.routes and tokens <= KEPT_ROWS
 
     def _size_attention(self, batch: MicroBatch) -> None:
-        """Set a micro-batch's works that grow with the KV cache: attention's, and the loading of keys and values."""
+        """Set those works (FLOPs and bytes) of a micro-batch that grow with the KV cache: attention, and loading keys
+        and values.
+        """
         plan = self._plan
         beams, new = plan.batch.beams, batch.tokens
         decodes = batch.phase == "decode"

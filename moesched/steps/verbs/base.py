@@ -172,7 +172,7 @@ class Verbs(StepFacts):
 
         Args:
             operands: the task's operands, as the device's runner takes them.
-            reads, writes: blocks of data that the task reads and writes, beside those that the table of verbs names.
+            reads, writes: blocks of data that the task reads and writes in addition to those in the table of verbs.
 
         Returns:
             the task; where the verb has nothing to do, the task that made the data.
