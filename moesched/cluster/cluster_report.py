@@ -96,7 +96,7 @@ def _decoded(rank: int, data: bytes, kind: type[T]) -> T:
 
 
 def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:
-    """Merge a node's reports on batches into one, with the offset of the node's clock, and the reason of a loss."""
+    """Make the report on one node: its merged reports on batches, its clock's offset, and the reason if it was lost."""
     clock = roster.clocks.get(host.rank)
     memories = reports[0].peak_bytes if reports else ()
     return NodeReport(

@@ -33,7 +33,7 @@ class Unreadable(MoeschedError):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages."""
+    """Base of all messages between the launcher and the nodes."""
 
 
 class Numbered(Message, frozen=True, kw_only=True):

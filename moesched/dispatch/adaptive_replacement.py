@@ -46,7 +46,7 @@ class AdaptiveReplacement:
         return pages[number]
 
     def _learn(self, number: int) -> bool:
-        """Adapt the balance of the two lists if a page that enters the cache was evicted lately.
+        """Shift room between the two lists of pages, if a page that enters the cache was evicted lately.
 
         number: id of the page.
 

@@ -149,15 +149,11 @@ class StepGraph:
         self._works, self._work_of = _numbered_works(tasks, self.lanes)
 
     def key(self, task: Task) -> Sized:
-        """Return (micro-batch, verb, kind of layer) of a task; tasks of a step with equal keys have equal FLOPs and
-        bytes.
-        """
+        """Return (micro-batch, verb, kind of layer) of a task; equal keys in a step mean equal FLOPs and bytes."""
         return task.micro_batch, task.verb, self.kind_of[task.layer]
 
     def repeats(self, other: StepGraph) -> bool:
-        """Test whether this step and another one have the same graph; FLOPs and bytes that change with each step may
-        differ.
-        """
+        """Test whether this step and another one have the same graph, apart from FLOPs and bytes."""
         return (
             self.edges == other.edges
             and self.lanes == other.lanes

@@ -185,7 +185,7 @@ class Job:
         )
 
     def policies(self) -> BatchPolicies:
-        """Return the policies for a run of all batches; call this after `sizes`."""
+        """Return the maker of the policy objects for all batches; call this after `sizes`."""
         return BatchPolicies(self.make)
 
     def plan(

@@ -170,7 +170,15 @@ def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
 
 
 def read_contents(model: Path, *, partial: bool = False) -> Contents:
-    """Read the headers of a model's files; `model`, `partial` and errors are as in `open_checkpoint`."""
+    """Read the headers of a model's files.
+
+    Args:
+        model: a folder, or a GGUF file; any of the files of a split GGUF model.
+        partial: whether a safetensors file may be missing if a copy of its header is there.
+
+    Raises:
+        BadInput: a file is missing, truncated or not of its format.
+    """
     return gguf_contents(model) if is_gguf(model) else _folder_contents(model, partial=partial)
 
 

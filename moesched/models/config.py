@@ -172,6 +172,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """Return the share (0 to 1) of a processor's FLOP/s that matrix products with a tensor reach.
 
         The share is below 1 for formats that kernels first convert.
+
         name: canonical name of the tensor, or, with `layer`, its name in that layer.
         """
         kept = self.kept_format(name, layer)

@@ -46,8 +46,8 @@ def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
     """Return, for each group, the weight that code 0 stands for.
 
     It is the least weight of the group. It is 0 in a format without minimums, and at most 0 in one with integer
-    factors,
-    which can only store minimums that are subtracted.
+    factors, which can only store minimums that are subtracted.
+
     groups: array (groups, weights of a group).
     """
     if stored.minimum is None:
@@ -72,13 +72,15 @@ def _furthest(groups: Floats, *, signed: bool) -> Floats:
 def _write_scales(
     blocks: Bytes, stored: StoredFormat, scales: Floats, lowest: Floats
 ) -> tuple[Floats, Floats]:
-    """Write scales and minimums into the blocks, and return both, rounded as in the format, for the choice of codes.
+    """Write the groups' scales and minimums into the blocks, rounded as the format stores them.
 
-    blocks: array (blocks, bytes of a block), which is changed. scales: scale of each group. lowest: minimum of each
-    group.
+    Args:
+        blocks: array (blocks, bytes of a block), which is changed.
+        scales: scale of each group.
+        lowest: minimum of each group.
 
     Returns:
-        (scales, minimums), one of each per group.
+        The rounded (scales, minimums), one of each per group; codes are chosen by them.
     """
     if stored.factors is None:
         _write_float16(blocks, stored.scale, scales)
@@ -157,7 +159,7 @@ def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
 
 
 def _nearest(codes: Codes, multiples: Floats) -> Bytes:
-    """Return the stored form of the code nearest to each weight.
+    """Return the nearest code of each weight, as the format stores it.
 
     multiples: each weight minus the minimum of its group, divided by the scale of its group.
     """

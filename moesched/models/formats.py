@@ -76,11 +76,13 @@ def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, fa
     """Return a format of llama.cpp, in which half of the value and down matrices have another size than most matrices.
 
     llama.cpp's function `use_more_bits` chooses that half.
-    each: bytes per weight of most matrices.
-    rate: share of a processor's FLOP/s that products reach.
-    why: the reason for the rate, in words.
-    head: bytes per weight of the LM head.
-    favoured: bytes per weight of half of the value and down matrices.
+
+    Args:
+        each: bytes per weight of most matrices.
+        rate: share of a processor's FLOP/s that products reach.
+        why: the reason for the rate, in words.
+        head: bytes per weight of the LM head.
+        favoured: bytes per weight of half of the value and down matrices.
     """
 
     def weights(formats: Mapping[float, float]) -> dict[Role, float]:

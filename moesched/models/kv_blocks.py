@@ -43,8 +43,7 @@ def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
 
 
 def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
-    """Return the largest number of tokens whose keys and values a chunk of prompts copies out of a sliding window's
-    cache.
+    """Return the most tokens whose keys and values a chunk of prompts copies out of a sliding window's cache.
 
     The chunk overwrites a part of the cache, so the keys and values that its tokens attend to need room elsewhere.
 

@@ -23,7 +23,7 @@ BLOCK_OF_NF4 = 64
 
 
 class _Weights(msgspec.Struct, frozen=True):
-    """The keys of one config group that the tool compressed-tensors writes: the integers that store weights."""
+    """Keys of config.json for the quantised weights of a group of layers, as written by compressed-tensors."""
 
     num_bits: int = 8
     type: str = "int"

@@ -92,6 +92,7 @@ def require_plain_layers(config: ModelConfig, who: str) -> None:
 
     Such parts are biases, attention sinks, clipped activations, shared experts, and factors of embeddings, residual or
     logits.
+
     who: the device or feature, in words for the message.
     """
     found = {part for layer in config.kinds for part in _particular(layer)}

@@ -68,9 +68,7 @@ class TensorSizes:
 
     @cached_property
     def key_width(self) -> int:
-        """Elements of a token's key, in ungated grouped attention; for other kinds, half of `qkv_width` minus
-        `query_width`.
-        """
+        """Elements of a token's key in ungated grouped attention; other kinds: half of `qkv_width` - `query_width`."""
         return (self.layer.attention.qkv_width - self.query_width) // 2
 
     @cached_property
@@ -97,8 +95,7 @@ class TensorSizes:
         )
 
     def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
-        """Return the bytes of quantised tensors, by storage format, and of plain transposed ones under the name
-        `COLUMNS`.
+        """Return the bytes of quantised tensors by storage format, and of plain transposed tensors as `COLUMNS`.
 
         shapes: shapes of tensors, by name in the layer or outside the layers.
         """

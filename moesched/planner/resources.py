@@ -1,4 +1,4 @@
-"""Computes the gain from each resource: the bound of a plan on machines that have a tenth more of one resource."""
+"""Computes how much faster a plan would be with a tenth more of one resource, for each resource in turn."""
 
 from __future__ import annotations
 

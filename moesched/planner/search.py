@@ -75,8 +75,7 @@ def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) ->
     """Return a throughput in tokens per second that some sizes reach, with which the search begins as λ.
 
     It is the highest one with none or all of the KV cache on the accelerator; 0 if the cache's share is fixed. The
-    better
-    it is, the fewer iterations the search needs.
+    better it is, the fewer iterations the search needs.
     """
     if setting.kv_on_gpu is not None:
         return 0.0

@@ -96,8 +96,7 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
 
     A pool that caches pages has slots in proportion to the number of layers; a pool through which pages stream has a
     fixed number of slots. Budgets for caches are tried first. If the pools do not shrink with them, budgets for
-    streaming
-    are taken.
+    streaming are taken.
 
     Args:
         setting: the setting of the cut model.

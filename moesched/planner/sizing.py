@@ -86,7 +86,7 @@ def _sizes(
 
     Args:
         batch_size, micro_batch_size: numbers of requests.
-        successive: as for `choose_sizes`.
+        successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
     """
     count = len(setting.lengths)
     if batch_size is None and count > 1:
@@ -99,7 +99,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
     Args:
         given: requests of a micro-batch; None to choose them.
-        successive: as for `choose_sizes`.
+        successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
     """
     asked = setting
     if given is not None:

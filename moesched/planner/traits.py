@@ -252,8 +252,7 @@ class _Needs:
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
-        """Return the FLOPs and bytes of `post_attention` in a layer of one kind, with the kind's share of the layers as
-        weight.
+        """Return the work of `post_attention` in a kind of layer, and the kind's share of all layers as weight.
 
         Args:
             works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.

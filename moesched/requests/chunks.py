@@ -73,8 +73,7 @@ def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) ->
     """Return, for each micro-batch of continuous batching, the chunk of prompts that takes the most memory in one step.
 
     The chunk has a part of each prompt of the micro-batch. The first part comes after `longest` tokens of its prompt;
-    the
-    others begin their prompts, as at most one prompt may have begun before.
+    the others begin their prompts, as at most one prompt may have begun before.
 
     Args:
         places: the requests of each micro-batch.
@@ -94,8 +93,10 @@ def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int
     """Divide the prompts of one micro-batch of decode into chunks.
 
     `before` is -1 in the first chunk and 0 in later ones; the caller replaces the 0 by the number of the chunk before.
-    number: the micro-batch's number.
-    most: the largest number of tokens of a chunk; None for no limit.
+
+    Args:
+        number: the micro-batch's number.
+        most: the largest number of tokens of a chunk; None for no limit.
     """
     whole = tuple(prompts[request] for request in requests)
     total = sum(whole)

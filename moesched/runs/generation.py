@@ -131,8 +131,7 @@ class Generation:
         """Test whether sequences can leave a micro-batch of `rows` rows without changing the bits of its other rows.
 
         With several beams, ranks or nodes they cannot leave: beams of a request stay together, and ranks need equal
-        rows,
-        since their kernels may treat different numbers of rows differently.
+        rows, since their kernels may treat different numbers of rows differently.
         """
         plan = self._run.plan
         alone = plan.nodes.count == plan.layout.config.ranks == self._beams == 1

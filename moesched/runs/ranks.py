@@ -53,7 +53,7 @@ class Rank(NamedTuple):
 
     @property
     def device(self) -> Device:
-        """The rank's device, which a rank on real hardware always has."""
+        """The rank's device; only for runs on hardware."""
         assert self.hardware is not None, "a rank on the virtual clock has no device"
         return self.hardware
 

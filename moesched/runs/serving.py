@@ -187,7 +187,7 @@ class Serving:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a place now."""
+        """Number of requests that have arrived, and wait for a micro-batch with room."""
         return len(self._waiting)
 
     @property

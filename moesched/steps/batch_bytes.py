@@ -105,8 +105,7 @@ class BatchBytes(ReadOnly):
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
     def host_rows(self, attended: Iterable[int], *, routed: bool) -> int:
-        """Return the bytes of the host's buffers through which micro-batches exchange rows with an accelerator in
-        decode.
+        """Return the bytes of the host's buffers for the rows that it exchanges with an accelerator in decode.
 
         Each micro-batch has a buffer of its own.
 
@@ -174,6 +173,7 @@ class BatchBytes(ReadOnly):
         The bytes are for the case that the KV cache is on the host. Whole prompts count, even where a layer has a
         sliding
         window; the next layer reuses the memory.
+
         micro_batches: numbers of the micro-batches to count; those whose prompts are not cut need no bytes.
         """
         prompts = [

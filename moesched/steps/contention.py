@@ -7,12 +7,12 @@ from moesched.steps.plan import Plan
 
 
 def lanes_contend(plan: Plan) -> bool:
-    """Test whether tasks on one lane of a plan's machine slow tasks on other lanes."""
+    """Test whether a task that runs on one lane slows down tasks on other lanes."""
     return devices_contend(plan) or host_contends(plan)
 
 
 def devices_contend(plan: Plan) -> bool:
-    """Test whether the devices of a plan's machine slow each other down.
+    """Test whether processors and links slow each other down.
 
     True if accelerator and host share a memory, if several stages share links, or if contention was measured.
     """

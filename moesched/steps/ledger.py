@@ -70,7 +70,11 @@ def _pool_problems(pool: Pool) -> list[str]:
 
 
 def view_problems(views: Views[Any]) -> list[str]:
-    """Return a line of text for each slot of an open view that holds another page by now or does not list the view."""
+    """Check that open views and slots agree: a slot holds the page that a view reads there, and lists the view.
+
+    Returns:
+        A line of text for each slot where this is not so.
+    """
     problems = []
     for key, view in views.open.items():
         for page, slot in zip(view.pages, view.slots, strict=True):

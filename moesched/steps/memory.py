@@ -73,7 +73,7 @@ class Memory(ReadOnly):
         self._peak = max(self._peak, self._used)
 
     def require(self, what: str, nbytes: int) -> None:
-        """Check that bytes in use at another time than the plan's, such as during loading, fit the budget.
+        """Check that bytes in use before the first step, such as those of loading, fit the budget.
 
         The bytes count for the peak, and are not reserved.
 
@@ -145,8 +145,7 @@ class Pool(ReadOnly):
 
     Empty slots are filled first. When there are none, a `ring` replaces the oldest page, `lru` the least recently used
     one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` chooses the page. Making a pool takes no bytes of
-    the
-    memory's budget: `reserve` does.
+    the memory's budget: `reserve` does.
 
     Args:
         name: the pool's name in messages and reports.
@@ -306,7 +305,11 @@ class Pool(ReadOnly):
             self._held.move_to_end(slot.page.id)
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
-        """Take the page that is to be replaced next out of its slot, and return the slot, which `page` then gets.
+        """Free the slot of the page that the pool's rule replaces next, and return the slot.
+
+        Args:
+            page: the page that gets the slot, for messages.
+            engine: the engine of the run.
 
         Raises:
             OverBudget: the pool replaces no pages by itself, or holds none.
@@ -404,5 +407,5 @@ def _vacate_lost(page: Page, held: Slot, taken: Sequence[Slot], engine: Engine) 
 
 
 def lost(slot: Slot) -> BaseException | None:
-    """Return the error of a slot's transfer that failed or was cancelled; None for any other transfer."""
+    """Return the error of the transfer that should have filled a slot; None unless it failed or was cancelled."""
     return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

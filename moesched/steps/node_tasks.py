@@ -115,7 +115,7 @@ class NodeTasks(SplitVerbs):
         return part
 
     def _amount(self, verb: str, data: str, rows: int) -> Amount:
-        """Return the work of an exchange: bytes through the network card of the busiest node, in its busier direction.
+        """Return the bytes that an exchange moves through the busiest node's network card, in its busier direction.
 
         Args:
             verb: the kind of exchange: "broadcast", "gather" or "all_reduce".

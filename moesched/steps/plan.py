@@ -1,6 +1,6 @@
 """The plan of a run: everything that a policy decides before the first step.
 
-A policy gets a Plan that describes the model, the machine and the batch. It declares where the KV cache lives, which
+A policy gets a Plan that describes the model, the machine and the batch. It declares where the KV cache is, which
 pages stay in fast memory, which pools the others stream through, and how lanes issue tasks. The order of declarations
 does not matter: memory is reserved when all are known, and each reservation is checked against the memory's budget.
 """

@@ -1,4 +1,4 @@
-"""Counts the pages that a pool fetched, the uses that found their page in the pool, and the pages never read."""
+"""Counts of a pool: pages fetched, uses that found their page there or did not, and pages that were never read."""
 
 from __future__ import annotations
 

@@ -140,8 +140,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
 
         Returns:
             for each micro-batch that sampled, (its requests, its `sample` task); in continuous batching, also for each
-            other
-            micro-batch, (no requests, its last task).
+            other micro-batch, (no requests, its last task).
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.

@@ -20,13 +20,11 @@ class View(Generic[K]):
     """The slots of several pages, as a kernel reads them.
 
     A view lasts until one of its slots is given another page. The transfer of that page waits for every kernel that
-    read
-    through the view.
+    read through the view.
 
     In the engine a view is a join, a node of the task graph that stands for the transfers of all its pages: n kernels
-    that
-    read n pages then need 2n edges instead of n². Where tasks are issued to streams there is no join, as edges between
-    tasks of one device cost the host nothing.
+    that read n pages then need 2n edges instead of n². Where tasks are issued to streams there is no join, as edges
+    between tasks of one device cost the host nothing.
 
     Attributes:
         owner: the open views of the memory.

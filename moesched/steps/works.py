@@ -167,9 +167,7 @@ class Works:
         return self._is_fixed and batch.phase == "decode" and not batch.whole.routes and tokens <= KEPT_ROWS
 
     def _size_attention(self, batch: MicroBatch) -> None:
-        """Set those works (FLOPs and bytes) of a micro-batch that grow with the KV cache: attention, and loading keys
-        and values.
-        """
+        """Set those works (FLOPs and bytes) of a micro-batch that grow with its KV cache: attention, and KV loads."""
         plan = self._plan
         beams, new = plan.batch.beams, batch.tokens
         decodes = batch.phase == "decode"

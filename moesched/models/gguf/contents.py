@@ -1,4 +1,4 @@
-"""Reads the contents of a model's GGUF files, in the form that models of all kinds of files share."""
+"""Reads what a model's GGUF files contain: configuration, tensors and vocabulary."""
 
 from __future__ import annotations
 

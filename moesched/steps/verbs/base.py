@@ -1,4 +1,4 @@
-"""The base of all verbs: it checks a micro-batch's progress, and submits a verb's task."""
+"""The base of all verbs: checks that a verb is called in order for its micro-batch, and submits the verb's task."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepFacts(ReadOnly):
 
 
 class Verbs(StepFacts):
-    """Base of the verbs: the checks and the submission that all verbs use."""
+    """Base of classes with verbs: the checks and the submission of tasks that all verbs need."""
 
     _batches: Mapping[int, MicroBatch]
     _state: RunState
@@ -334,7 +334,13 @@ def _submit_kernels(
     after: Sequence[Task] = (),
     priority_class: int = DEMAND,
 ) -> Task:
-    """Submit a task by `submit`, with these blocks: a transfer with `priority_class`, a kernel with `kernel_class`."""
+    """Submit a task: a transfer of pages with `priority_class`, any other task with `kernel_class`.
+
+    Args:
+        submit: submits a task to the engine.
+        reads, writes: blocks of data that the task reads and writes.
+        after: further tasks that the task waits for.
+    """
     if not isinstance(task, PageTransfer):
         priority_class = kernel_class
     return submit(task, reads, writes, after, priority_class)
@@ -342,7 +348,7 @@ def _submit_kernels(
 
 @cache
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
-    """Return, by a verb's number, the progress that the verb needs, and the progress that it leaves, in layer 0.
+    """Return two lists: the progress that each verb needs, and the progress that it leaves, in layer 0, by verb number.
 
     `sample` has layer -1, and comes after all others.
 

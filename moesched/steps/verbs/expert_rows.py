@@ -1,4 +1,4 @@
-"""Checks and records of the rows that a `run_expert` task runs, in one or in several micro-batches."""
+"""Records which rows (tokens) of an expert run in which `run_expert` task, and checks that each row runs once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers a policy's questions about time: has a page arrived, when will a task end, when will a lane be idle?"""
+"""Answers a policy's questions about time: whether a page has arrived, when a task ends, when a lane is idle."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Outlook(Verbs):
 
         Args:
             place: the lane: a processor ("accelerator", "host"), a copy between the memories of accelerator and host
-                ("to host", "from host"), or "fetch": the copy from where the weights live to the accelerator.
+                ("to host", "from host"), or "fetch": the copy of weights from where they are stored to the accelerator.
             layer: in a pipeline, any layer of the stage that is meant.
 
         Raises:
