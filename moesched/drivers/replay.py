@@ -33,8 +33,7 @@ class Timeline:
     Attributes:
         steps: the captured step that each step of the run repeats; the first one is loading.
         works: for each step, the `Work` objects (FLOPs and bytes) that differ between steps, by (micro-batch, verb,
-        kind
-            of layer).
+            kind of layer).
         starts, ends: for each task, by its number, the time at which it starts and ends.
     """
 
@@ -216,8 +215,7 @@ class _PricedSteps:
 
     Attributes:
         works: for each step, the `Work` objects (FLOPs and bytes) that differ between steps, by (micro-batch, verb,
-        kind
-            of layer).
+            kind of layer).
     """
 
     def __init__(self, steps: Sequence[StepGraph], run_state: RunState, price: Price) -> None:

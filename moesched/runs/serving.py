@@ -66,7 +66,7 @@ class Occupancy(msgspec.Struct):
 
     Attributes:
         starts: the start of the step: the end of the step before, or of a time without requests. Nanoseconds, as
-        `times`.
+            `times`.
         times: the end of the step; nanoseconds since the first request could run.
         held: tokens that the requests' cache blocks had room for at the end of the step, before ended requests freed
             theirs.

@@ -91,7 +91,7 @@ class Model:
 
         Args:
             asked: the number that the request gives; None for the default, or for less where the prompt leaves less
-            room.
+                room.
             chat: whether the default is that of chats rather than of completions.
 
         Raises:

@@ -38,8 +38,7 @@ class BatchBytes(ReadOnly):
     Args:
         batch: the requests and their division into micro-batches.
         chunks: for each micro-batch of prefill, by number, the part of the prompts that it takes; where long prompts
-        are
-            cut, there are more of them than micro-batches of decode.
+            are cut, there are more of them than micro-batches of decode.
         operations: sizes of the model's data.
         on_gpu: whether the accelerator is a GPU with a memory of its own.
 
@@ -171,8 +170,7 @@ class BatchBytes(ReadOnly):
         """Return the bytes on the accelerator of one layer's keys and values of prompts that are cut into chunks.
 
         The bytes are for the case that the KV cache is on the host. Whole prompts count, even where a layer has a
-        sliding
-        window; the next layer reuses the memory.
+        sliding window; the next layer reuses the memory.
 
         micro_batches: numbers of the micro-batches to count; those whose prompts are not cut need no bytes.
         """

@@ -146,8 +146,7 @@ class MicroBatch:
             these numbers.
         phase: "prefill" or "decode".
         served: the rows of the step in continuous batching, where requests join and leave between steps; None in a
-        fixed
-            batch.
+            fixed batch.
         progress: the layers and verbs of the step that the micro-batch has been through, as one number: `STRIDE` values
             for each layer.
         last: the task that brought the micro-batch to this progress.
@@ -157,7 +156,7 @@ class MicroBatch:
         activations: the block of its activations within a layer, where the plan limits these; else None.
         stage: the pipeline stage that it is at.
         works: the `Work` (FLOPs and bytes) of each verb at that stage, in the present kind of layer, by the verb's
-        name.
+            name.
         works_at: the same by the stage's number, then by the number of the kind of layer.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         routes: whether it has used `route` rather than `post_attention`, so that a layer is several tasks after

@@ -70,8 +70,7 @@ class AttentionVerbs(Verbs):
         """Copy a micro-batch's cached keys and values of a layer to the accelerator, for `attention` in decode.
 
         The copy takes one of the buffers of `Plan.reserve_kv_buffers`, which `attention` of this layer and micro-batch
-        frees.
-        It is transfer D4 of the MoE-Lightning paper, and FlexGen's prefetch for the next micro-batch.
+        frees. It is transfer D4 of the MoE-Lightning paper, and FlexGen's prefetch for the next micro-batch.
         """
         state = self._state
         batch = self._in_time(LOAD_KV, layer, micro_batch)
