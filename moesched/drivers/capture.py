@@ -99,7 +99,7 @@ class StepGraph:
         final: positions of the tasks whose ends are the step's end: the `samples`; in loading, all tasks.
         by_lane: for each lane, the positions of its tasks.
         starts_on: like `lanes`, but -2 - lane for a collective, which starts after the other tasks due at that time.
-        classes: for each task, its priority class, shifted to the high bits as in `Task.key`.
+        classes: for each task, its priority class, shifted to the high bits of the key that orders tasks.
         edges: for each task, the distances back in program order, in tasks, to the tasks that it waits for.
         waits: for each task, the number of its edges from tasks of this step.
         roots: positions of the tasks without edges from tasks of this step.

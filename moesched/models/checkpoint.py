@@ -183,7 +183,11 @@ def read_contents(model: Path, *, partial: bool = False) -> Contents:
 
 
 def checkpoint_of(contents: Contents) -> Checkpoint:
-    """Locate every tensor of a model, given the contents of its files' headers; errors are as for `open_checkpoint`."""
+    """Locate every tensor of a model, given the contents of its files' headers.
+
+    Raises:
+        BadInput: a tensor is missing, stored twice, of another shape, or unknown to the architecture.
+    """
     config, names, found_tensors = (
         contents.config,
         contents.names,

@@ -241,7 +241,7 @@ class _Cluster:
 
         Args:
             replicas: number of nodes that hold an expert, on average.
-            experts: "whole" or "cut", as in `Way`.
+            experts: "whole" if a node holds whole experts, "cut" if each expert is cut over nodes.
             policy: name of a policy that splits the model in this way; None if there is none.
             load: mean number of a token's experts that the busiest node runs in a layer.
             kernels: number of kernel launches in a layer.

@@ -100,7 +100,8 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
 
     Args:
         setting: the setting of the cut model.
-        plan, share: as for `cut_like`.
+        plan: the plan of the whole model.
+        share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
     part = setting.layout.config.layers / len(plan.layers)
     pooled = _pooled(plan)

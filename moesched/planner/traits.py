@@ -148,7 +148,7 @@ class Lesson:
         )
 
     def fetch_seconds(self, cost: CostModel) -> float:
-        """Return the seconds that a layer's weights take on the slowest link, by a cost model; see `Traits.fetch`."""
+        """Return the slowest link's seconds for a layer's weights, by a cost model; 0 if the host computes the FFN."""
         return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
 
 
@@ -310,7 +310,7 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def _buffer(plan: Plan) -> float:
-    """Return the bytes of a plan's streaming buffer per byte of a layer's streamed weights; 0 if nothing streams."""
+    """Return the ratio of the streaming buffer's bytes to the streamed bytes of a layer; 0 if nothing streams."""
     streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
     return _pool_bytes(plan) / streamed if streamed else 0.0
 

@@ -116,7 +116,10 @@ class ForecastUse(msgspec.Struct, frozen=True):
     Attributes:
         predictor: name of the predictor's class.
         ahead: number of layers from the last one in which the micro-batch was routed.
-        forecasts, chosen, found, accuracy: as in `PreviewUse`.
+        forecasts: number of answers that were compared.
+        chosen: number of experts that the router then chose.
+        found: number of those experts that had been forecast.
+        accuracy: share of the chosen experts that had been forecast.
     """
 
     predictor: str

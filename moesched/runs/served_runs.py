@@ -150,7 +150,7 @@ def serve_on(
         transport: to the other nodes, which call `follow_on`, if several share the model; the caller closes it.
 
     Raises:
-        BadInput: the device does not support continuous batching, or there is a reason as in `simulate_serving`.
+        BadInput: the device or plan does not support continuous batching, or a request exceeds the capacity.
         OutOfMemory: the system gave no more memory.
         TaskFailed: another node is lost, or a task failed.
     """

@@ -51,7 +51,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
     path: the only GGUF file, or any part of a split model.
 
     Raises:
-        BadInput: as in `gguf_contents`.
+        BadInput: a file is missing or not valid, or no device has kernels for the model.
     """
     contents = gguf_contents(path)
     formats: dict[str, StoredFormat] = {}
