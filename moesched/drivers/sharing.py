@@ -55,9 +55,9 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
 
 
 def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
-    """Return the measured speed of one sort of work beside other sorts, relative to running alone.
+    """Return the measured speed of one sort of work while other sorts run, relative to running alone.
 
-    If all of `others` together were not measured, the speed is the product of the speeds beside each one.
+    If all of `others` together were not measured, the speed is the product of the speeds with each one.
 
     Args:
         others: names of the sorts of work that run at the same time.

@@ -120,7 +120,7 @@ _CONVERTS = "default: kernels convert blocks to 16 bits or 8-bit integers in the
 GROUPS = (32, 64, 128)
 """Weights that share a scale and a zero point in formats of integers."""
 EXPERTS_ONLY = "_experts"
-"""End of the names of formats that only experts have, beside other weights in 16 bits."""
+"""End of the names of formats that only experts have, while other weights are in 16 bits."""
 
 
 def integer_format(bits: int, group: int) -> str:

@@ -119,7 +119,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def _pair(self, turns: float, frequencies: Sequence[float]) -> float:
-        """Return the index, with a fraction, of the pair that makes `turns` full turns in a context of the training."""
+        """Return the index, with a fraction, of the pair that makes `turns` full turns within the training context."""
         log_step = -math.log(frequencies[-1]) / (len(frequencies) - 1) if len(frequencies) > 1 else 1.0
         return math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / log_step
 

@@ -80,7 +80,7 @@ class Devices(NamedTuple):
         return sum(device.bytes_read for device in counting) if counting else None
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot: the most of any rank's device, as all ranks plan alike."""
+        """Return the bytes that a page takes in a slot on the rank that needs the most; ranks plan with equal sizes."""
         return max(device.slot_bytes(page) for device in self.all)
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching: takes requests that join and leave between steps through a policy, until no more arrive.
+"""Continuous batching: schedules steps of requests that join and leave between steps, until no more arrive.
 
 The same coroutine runs on hardware and on the virtual clock.
 """

@@ -32,7 +32,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         answers: number of answers to each prompt.
         stops: texts that end an answer.
         seed: seed of the sampling; None for a random one.
-        logprobs: the number of likeliest tokens to name beside each token; None for no log probabilities.
+        logprobs: the number of likeliest tokens to name with each token; None for no log probabilities.
         echo: whether to give the log probabilities of the prompt's tokens as well.
         prompt_only: whether to return only the prompt, without an answer.
         user: name of the user who sent the request, for the admission rule.

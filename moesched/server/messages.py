@@ -27,7 +27,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
         ids: the ids of the prompt's tokens.
         new_tokens: the largest number of tokens to generate.
         temperature, top_k, top_p, seed: settings of the sampling.
-        logprobs: the number of likeliest tokens to name beside each token; None for no log probabilities.
+        logprobs: the number of likeliest tokens to name with each token; None for no log probabilities.
         echo: whether to give the log probabilities of the prompt's tokens as well.
         user: name of the user who sent the request, for the admission rule.
     """

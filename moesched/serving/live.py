@@ -21,7 +21,7 @@ class LiveArrivals:
         self._waiting: asyncio.Future[None] | None = None
 
     def add(self, request: Request) -> None:
-        """Add a request; it arrives at the time at which the run next asks for news."""
+        """Add a request; it arrives at the time at which the run next asks for new requests."""
         with self._lock:
             self._news.came.append(request)
             self._wake()

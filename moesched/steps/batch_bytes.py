@@ -33,7 +33,7 @@ from moesched.steps.read_only import ReadOnly
 
 
 class BatchBytes(ReadOnly):
-    """Sizes in bytes of what one batch needs on one model, beside weights and KV caches.
+    """Sizes in bytes of what one batch needs on one model, without weights and KV caches.
 
     Args:
         batch: the requests and their division into micro-batches.

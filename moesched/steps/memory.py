@@ -29,7 +29,12 @@ Replacement = Literal["ring", "lru", "none"]
 
 
 class Memory(ReadOnly):
-    """One memory of the machine, with a budget in bytes and a table of the slots that hold pages."""
+    """One memory of the machine, with a budget in bytes and a table of the slots that hold pages.
+
+    Args:
+        name: the memory's name in the machine's profile.
+        capacity: the budget in bytes.
+    """
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name

@@ -144,7 +144,7 @@ class Plan(PlanFacts):
         """Have steps answer questions about time: `arrived`, `seconds_until` and `seconds_until_idle`.
 
         Raises:
-            BadInput: several ranks or nodes run the policy; they must decide alike, and their clocks differ.
+            BadInput: several ranks or nodes run the policy; their decisions must be equal, and their clocks differ.
         """
         if self.layout.config.ranks > 1 or self.nodes.count > 1:
             raise BadInput(

@@ -47,7 +47,7 @@ class AttentionVerbs(Verbs):
     def attention(self, layer: int, micro_batch: int) -> Task:
         """Attention on the accelerator.
 
-        Submits this task for a micro-batch and returns its handle. If the KV cache lives on the host, a decode step
+        Submits this task for a micro-batch and returns its handle. If the KV cache is on the host, a decode step
         must call `load_kv` before; in prefill the prompt's keys and values are still on the accelerator. In both,
         `offload_kv` must follow.
         """
