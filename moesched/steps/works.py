@@ -23,7 +23,7 @@ GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 """Verbs whose work differs from step to step, since the KV cache grows."""
 
 IN_FIXED_STEPS = ("pre_attention", "post_attention", "sample")
-"""Verbs other than attention that launch no kernels in a fixed step: the step is one CUDA graph, launched by `embed`."""
+"""Verbs other than attention that launch no kernels in a fixed step, which `embed` launches as one CUDA graph."""
 
 _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
