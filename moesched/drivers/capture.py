@@ -186,8 +186,8 @@ class StepGraph:
 def capture(run_state: RunState, policy: Policy) -> list[StepGraph]:
     """Capture the graphs of a whole run: of loading, of prefill, then of each decode step.
 
-    Once two steps in a row have the same graph, the last one stands for all later steps, provided that the policy
-    changed none of its attributes and did not read the step's number.
+    Once two steps in a row have the same graph, the steps after them, except for the last one, are taken to be equal,
+    and are not captured. The policy must have changed none of its attributes, nor read the step's number.
 
     Raises:
         NotFixed: the policy's steps may differ: it awaited a handle, has an eviction rule, or declares a state of its

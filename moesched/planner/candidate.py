@@ -183,8 +183,8 @@ class Candidate:
         """Yield sizes at the edges of the search, whose bounds are too low.
 
         Bounds ignore that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
-        The sizes are those with the highest bounds with none and with all of the cache on the accelerator, and one
-        micro-batch with the cache of as many layers on the accelerator as fit.
+        The sizes are those with the highest bound if none of the cache is on the accelerator, those with the highest
+        bound if all of it is, and one micro-batch with the cache of as many layers on the accelerator as fit.
         """
         if not self.setting.searches_shares:
             return
