@@ -132,7 +132,12 @@ class Timeline:
 
 
 def _generated(captured: Task, step: int) -> int:
-    """Return the number of tokens generated before the task that repeats a captured task in the step `step`."""
+    """Return the number of tokens that each sequence has generated before a step that repeats a captured step.
+
+    Args:
+        captured: a task of the captured step.
+        step: number of the step that repeats it.
+    """
     since = step - captured.step
     return captured.generated + since if captured.phase == "decode" else captured.generated
 

@@ -283,7 +283,7 @@ class _Needs:
             self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
     def cost(self, model: CostModel) -> MicroBatchCost:
-        """Return the micro-batch's cost by a cost model."""
+        """Return the micro-batch's bytes, and its seconds on each lane by a cost model."""
 
         def seconds(works: Sequence[_LayerWork]) -> float:
             return sum(share * model.work(work).seconds for share, work in works)

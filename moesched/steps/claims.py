@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Parts(NamedTuple):
-    """The equal parts that a claim's bytes consist of.
+    """The equal parts of the bytes that a user of a memory needs, such as the slots of a pool.
 
     Attributes:
         number: number of parts.
