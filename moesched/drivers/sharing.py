@@ -55,13 +55,12 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
 
 
 def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
-    """Return the measured speed of one sort of work while other sorts run, relative to running alone.
-
-    If all of `others` together were not measured, the speed is the product of the speeds with each one.
+    """Return the measured speed of one sort of work beside other sorts, relative to running alone.
 
     Args:
         others: names of the sorts of work that run at the same time.
-        slowed: measured speeds by the other sorts' names; 1 for a sort that was not measured.
+        slowed: measured speeds by the other sorts' names; if all of `others` together were not measured, the product of
+            the speeds beside each one is returned, with 1 for a sort that was not measured.
     """
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured

@@ -68,7 +68,7 @@ class TensorSizes:
 
     @cached_property
     def key_width(self) -> int:
-        """Elements of a token's key in ungated grouped attention; other kinds: half of `qkv_width` - `query_width`."""
+        """Elements of a token's key in ungated grouped attention; elsewhere half of `qkv_width` minus `query_width`."""
         return (self.layer.attention.qkv_width - self.query_width) // 2
 
     @cached_property

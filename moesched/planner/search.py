@@ -224,7 +224,7 @@ class _Programme:
         return list(zip(sorts, counts, strict=True))
 
     def _room(self, option: SizeOption, sort: MicroBatchCost) -> int:
-        """Return the largest number of micro-batches that fits in the memories after the option's shared bytes.
+        """Return the largest number of micro-batches that fits in the memories, beside the option's shared bytes.
 
         Args:
             sort: the cost of each micro-batch, with the KV cache on the host or on the accelerator.

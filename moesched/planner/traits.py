@@ -207,7 +207,7 @@ _LayerWork = tuple[float, Work]
 
 
 class _Needs:
-    """The work of one micro-batch in a layer, by lane, and the micro-batch's bytes, by memory.
+    """The work of one micro-batch of a plan on each lane in a layer, and the micro-batch's bytes by memory.
 
     Where layers differ, the work of each kind of layer is weighted by its share of the layers.
 

@@ -48,9 +48,9 @@ class Fixed(Pool):
 
 
 class Home(Fixed):
-    """Pages that the host computes with in the memory where the weights are stored.
+    """Pages in the memory that weights come from, for the host to compute with.
 
-    They are there before the run: nothing loads or moves them, and they claim no further bytes.
+    The pages are there already: nothing loads or moves them, and they claim no further bytes.
     """
 
     def __init__(self, memory: Memory, pages: Iterable[Page]) -> None:

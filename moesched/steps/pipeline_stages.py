@@ -15,7 +15,7 @@ from moesched.steps.views import Views
 from moesched.tasks import Lane
 
 Place = Literal["accelerator", "host", "to host", "from host", "fetch"]
-"""The lanes of a stage by their purpose; "fetch" brings pages from where the weights are stored."""
+"""The lanes of a stage by their purpose; "fetch" brings pages from where the weights live."""
 
 PLACES: tuple[Place, ...] = get_args(Place)
 

@@ -43,7 +43,7 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> Home | None:
-        """Pages that the host runs experts with, in the memory where weights are stored; None if it runs none."""
+        """Pages that the host reads for its experts, where weights come from; None if the host runs no experts."""
         return self._home
 
     @property

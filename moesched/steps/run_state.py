@@ -196,7 +196,7 @@ class RunState:
             counts_of(pool).record(self.engine.submitted)
 
     def load(self, resident: Fixed) -> list[PageTransfer]:
-        """Submit the transfers of resident pages from the memory where the weights are stored."""
+        """Submit the transfers of resident pages from the memory where the weights come from."""
         return [
             self._bring(page, slot, "load")
             for page, slot in zip(resident.pages(), slots_of(resident), strict=True)

@@ -23,7 +23,7 @@ class LlamaKeys(LlamaLikeKeys, kw_only=True):
 
 
 class MistralKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json that are read for a Mistral or Ministral, whose layers may differ in sliding window."""
+    """The keys of config.json that are read for a Mistral, or a Ministral, whose layers may differ in their window."""
 
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] = ()

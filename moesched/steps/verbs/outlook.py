@@ -55,7 +55,7 @@ class Outlook(Verbs):
 
         Args:
             place: the lane: a processor ("accelerator", "host"), a copy between the memories of accelerator and host
-                ("to host", "from host"), or "fetch": the copy of weights from where they are stored to the accelerator.
+                ("to host", "from host"), or "fetch": the copy from where the weights live to the accelerator.
             layer: in a pipeline, any layer of the stage that is meant.
 
         Raises:
