@@ -18,7 +18,7 @@ LIBRARIES = ("torch", "mlx")
 
 
 def this_build() -> Build:
-    """Return this process's build."""
+    """Return the processor, system and library versions of this process."""
     build = {"processor": processor_name()}
     if platform.system() == "Darwin":  # Metal compiles kernels
         build["system"] = f"{platform.system()} {platform.release()}"

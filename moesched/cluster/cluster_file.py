@@ -1,20 +1,22 @@
 """Reads and writes the cluster file: the nodes, their addresses, resources and public keys.
 
-network = "10gbe"
+An example:
 
-[launcher]
-address = "mac-0.lan"
-port = 7000
-key = "..."
+    network = "10gbe"
 
-[[hosts]]
-name = "mac-0"
-address = "mac-0.lan"
-port = 7001
-rank = 0
-memory = "150GB"
-cores = [0, 1, 2, 3]
-key = "..."
+    [launcher]
+    address = "mac-0.lan"
+    port = 7000
+    key = "..."
+
+    [[hosts]]
+    name = "mac-0"
+    address = "mac-0.lan"
+    port = 7001
+    rank = 0
+    memory = "150GB"
+    cores = [0, 1, 2, 3]
+    key = "..."
 """
 
 from __future__ import annotations

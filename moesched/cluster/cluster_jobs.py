@@ -133,7 +133,7 @@ def run_with_given_ranks(**options: Any) -> ClusterReport:
 
 
 def _local_cluster(folder: Path, nodes: int) -> tuple[KeyPair, Cluster]:
-    """Write keys for `nodes` processes of this machine to a folder; return the launcher's keys, and their cluster."""
+    """Write keys for `nodes` processes of this machine to a folder; return the launcher's keys and the cluster."""
     memory = available_memory() // nodes
     hosts = []
     for rank, cores in enumerate(share_cores(nodes)):

@@ -33,7 +33,8 @@ def cluster_report(
     """Merge the nodes' reports into one; None if no node sent a report.
 
     Args:
-        launch: the run, with its tokens and the nodes' reports; `roster` holds the run's nodes.
+        launch: the run, with its tokens and the nodes' reports.
+        roster: the run's nodes.
         text: the generated text of each prompt; None without a tokenizer.
         ending: the error or signal that ended the run, if any.
     """
@@ -95,7 +96,7 @@ def _decoded(rank: int, data: bytes, kind: type[T]) -> T:
 
 
 def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:
-    """Merge a node's reports on batches into one, with the offset of the node's clock, and the reason of a loss."""
+    """Make the report on one node: its merged reports on batches, its clock's offset, and the reason if it was lost."""
     clock = roster.clocks.get(host.rank)
     memories = reports[0].peak_bytes if reports else ()
     return NodeReport(

@@ -1,4 +1,7 @@
-"""The launcher's end of the control channel: one socket that all nodes connect to, encrypted and authenticated."""
+"""The launcher's end of the control channel: one socket that all nodes connect to, encrypted and authenticated.
+
+The launcher is the process that starts the nodes and tells them what to run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,14 @@ Peer = bytes
 
 
 class Heard(NamedTuple):
-    """A received message, with its connection, and the sender's public key and IP address."""
+    """A message that the launcher received from a node.
+
+    Attributes:
+        peer: ZeroMQ's identity of the connection.
+        key: the sender's public key.
+        address: the sender's IP address.
+        message: the message.
+    """
 
     peer: Peer
     key: str

@@ -50,6 +50,8 @@ class LauncherGone(MoeschedError):
 class ControlLink:
     """A node's connection to the launcher: call `join` first, then `next` to receive and `say` to send.
 
+    An order is the launcher's request to generate tokens for some prompts.
+
     Args:
         on_epoch: called on the link's thread with `AllLoaded` when all nodes that run an order have loaded their
             weights, and with `Stop` when the launcher tells them to stop.

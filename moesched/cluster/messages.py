@@ -33,7 +33,7 @@ class Unreadable(MoeschedError):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages."""
+    """Base of all messages between the launcher and the nodes."""
 
 
 class Numbered(Message, frozen=True, kw_only=True):
@@ -78,15 +78,16 @@ class Serials:
 
 
 class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown_fields=False):
-    """A node asks to join. Requests of other versions can be read, too, so that they are refused with a reason.
+    """Message of a node that asks to join; those of other versions can be read, too, and are refused with a reason.
 
     Attributes:
         protocol: version of these messages.
         version: version of moesched.
-        model: fingerprint of the node's folder of the model (see `fingerprint.py`).
+        rank: the node's rank in the cluster file.
+        model: hash of the model's configuration and of its tensors' names, shapes and places on the node's machine.
         epoch: the last epoch that the node took part in; -1 for none.
         process: the node's process id.
-        build: the node's processor, system and libraries (see `build.py`).
+        build: the node's processor, system and libraries, by key.
     """
 
     protocol: int
@@ -111,7 +112,7 @@ class Pong(Numbered, frozen=True, kw_only=True):
 
 
 class Prepared(AboutOrder, frozen=True, kw_only=True):
-    """A node has opened its device and planned the `Order`.
+    """Message of a node that it has opened its device and planned the `Order`.
 
     Attributes:
         port: the port that the node's transport will listen on.
@@ -125,7 +126,7 @@ class Prepared(AboutOrder, frozen=True, kw_only=True):
 
 
 class Loading(Numbered, frozen=True, kw_only=True):
-    """Progress of a node's loading: the numbers of resident pages that are loaded, and of all resident pages."""
+    """Message of a node about its loading: the numbers of resident pages that are loaded, and of all resident pages."""
 
     epoch: int
     done: int
@@ -133,11 +134,11 @@ class Loading(Numbered, frozen=True, kw_only=True):
 
 
 class Loaded(AboutOrder, frozen=True, kw_only=True):
-    """The resident weights are loaded, and the node is ready for the first exchange with other nodes."""
+    """Message of a node that its resident weights are loaded, so that it is ready to exchange data with other nodes."""
 
 
 class Tokens(AboutOrder, frozen=True, kw_only=True):
-    """New tokens of some requests.
+    """Message of a node with new tokens of some requests.
 
     Attributes:
         place: index of this message among the node's messages with tokens of the order; all nodes send equal tokens.
@@ -155,7 +156,7 @@ class Tokens(AboutOrder, frozen=True, kw_only=True):
 
 
 class Piece(AboutOrder, frozen=True, kw_only=True):
-    """A piece of a report or a recording.
+    """Message of a node with a piece of a report or a recording.
 
     Attributes:
         what: "report" or "recording".
@@ -168,7 +169,7 @@ class Piece(AboutOrder, frozen=True, kw_only=True):
 
 
 class Done(AboutOrder, frozen=True, kw_only=True):
-    """A node has ended an `Order`.
+    """Message of a node that it has ended an `Order`.
 
     Attributes:
         digest: hash of all tokens of the order; equal on all nodes.
@@ -180,7 +181,7 @@ class Done(AboutOrder, frozen=True, kw_only=True):
 
 
 class Failed(AboutOrder, frozen=True, kw_only=True):
-    """A node cannot carry out an `Order`.
+    """Message of a node that it cannot carry out an `Order`.
 
     Attributes:
         kind: "input" for invalid input, "lost" if other nodes did not take part, "stopped" if the launcher ended the
@@ -212,7 +213,7 @@ class Welcome(Numbered, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The launcher refuses a node; the node then ends."""
+    """Message of the launcher that it refuses a node; the node then ends."""
 
     reason: str
 
@@ -224,12 +225,13 @@ class Ping(Numbered, frozen=True, kw_only=True):
 
 
 class Order(AboutOrder, frozen=True, kw_only=True):
-    """An order: prompts to generate tokens for.
+    """Message of the launcher with prompts to generate tokens for.
 
     Attributes:
         members: ranks of the nodes that take part, ascending; a node's index in this list is its number in the plan.
         first_request: index of the first prompt in the run's prompts.
         prompts: token ids of each prompt, including tokens generated so far.
+        new_tokens: the largest number of tokens to generate for each prompt.
         sizes: the batch sizes that the user fixed.
     """
 
@@ -241,7 +243,7 @@ class Order(AboutOrder, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A member's rank, and the address, port and public key of its transport."""
+    """A node that takes part in an epoch: its rank, and the address, port and public key of its transport."""
 
     rank: int
     address: str
@@ -250,25 +252,28 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(AboutOrder, frozen=True, kw_only=True):
-    """All members are prepared: carry out the `Order`, with these batch sizes."""
+    """Message of the launcher that all members are prepared: they carry out the `Order`, with these batch sizes."""
 
     members: list[Member]
     sizes: SizeOptions
 
 
 class AllLoaded(AboutOrder, frozen=True, kw_only=True):
-    """All members have loaded their weights: the nodes may make the first exchange."""
+    """Message of the launcher that all members have loaded their weights, so that they may exchange data."""
 
 
 class Stop(Numbered, frozen=True, kw_only=True):
-    """End an epoch: abandon the current step, keep the weights, and wait for an `Order` of a later epoch."""
+    """Message of the launcher that ends an epoch.
+
+    A node then abandons the current step, keeps its weights, and waits for an `Order` of a later epoch.
+    """
 
     epoch: int
     reason: str
 
 
 class Quit(Numbered, frozen=True, kw_only=True):
-    """The run is over: the node ends."""
+    """Message of the launcher that the run is over; the node then ends."""
 
 
 NodeSays = JoinRequest | Pong | Prepared | Loading | Loaded | Tokens | Piece | Done | Failed

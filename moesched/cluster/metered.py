@@ -52,7 +52,7 @@ class Metered:
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
     def begin(self) -> None:
-        """Allow the first exchange. Callable from any thread."""
+        """Allow the first exchange. Any thread may call this."""
         self._begun.set()
 
     def stop(self, reason: str) -> None:

@@ -1,4 +1,7 @@
-"""A node: joins the launcher, then carries out orders until the run ends or the launcher is gone."""
+"""A node of a cluster: joins the launcher, then carries out orders until the run ends or the launcher is gone.
+
+An order is the launcher's request to generate tokens for some prompts.
+"""
 
 from __future__ import annotations
 
@@ -215,7 +218,10 @@ class _Node:
     # -- on the link's thread ----------------------------------------------------------------------
 
     def _turn(self, said: AllLoaded | Stop) -> None:
-        """Allow the exchanges of an epoch if `said` is AllLoaded; fail the exchanges if it is Stop."""
+        """Act on a message about an epoch: allow its exchanges after AllLoaded, or fail them after Stop.
+
+        said: the message.
+        """
         if isinstance(said, AllLoaded):
             self._exchanges.begin(said.epoch)
         else:

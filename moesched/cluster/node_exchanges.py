@@ -1,4 +1,7 @@
-"""A node's transport during an epoch, which the control link's thread may stop at any time."""
+"""A node's transport during an epoch, which the control link's thread may stop at any time.
+
+An epoch is a time in which the same nodes, its members, run a model together.
+"""
 
 from __future__ import annotations
 

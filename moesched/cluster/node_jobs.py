@@ -57,7 +57,7 @@ class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
 
 
 class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order to all nodes, as one node carries it out.
+    """The launcher's request to all nodes to generate tokens for prompts, as one node carries it out.
 
     Attributes:
         nodes: number of nodes that take part.
@@ -78,7 +78,7 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeBatch:
-    """Report and recording of one batch on one node, and the error with which it ended, if any."""
+    """The outcome of one batch on one node: its report, its recording for a trace, and the error that ended it."""
 
     report: JobReport
     recording: Recording | None

@@ -1,4 +1,4 @@
-"""The roster of a launch: admits nodes, and detects lost ones."""
+"""The nodes of a launch, as the launcher sees them: admits nodes that ask to join, and detects lost ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit of policy authors: placement, eviction rules, expert latencies, makespans, and base classes.
+"""Tools for authors of policies: placement, eviction rules, expert latencies, makespans, and base classes.
 
     from moesched.dispatch import ExpertLatencies, keep_dense, keep_experts, order_of, popularity_of
 

@@ -110,7 +110,7 @@ class CachedExperts:
 
 
 class _FirstPages(dict[int, list[Page]]):
-    """Maps a layer's number to the first page of each expert; computed when the layer is first looked up."""
+    """The first page of each expert of a layer, by the layer's number; found when the layer is first looked up."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self._layout = layout

@@ -1,4 +1,4 @@
-"""Places KV caches on accelerator and host, and runs attention on the processor beside the cache.
+"""Places KV caches on accelerator and host, and runs attention on the processor whose memory has the cache.
 
 The Twiddler paper keeps the whole KV cache on the GPU, which limits the context (section 5). Here the CPU computes
 decode attention over keys and values on the host, which are not copied to the GPU. Prefill attention always runs on

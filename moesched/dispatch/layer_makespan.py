@@ -152,7 +152,9 @@ def decide(layer: ChosenExperts) -> LayerDecision:
 
 
 class _Threshold(NamedTuple):
-    """A choice by thresholds, see `_Thresholds`.
+    """A division of a layer's experts by two thresholds of tokens.
+
+    Resident experts with few tokens run on the host, and missing experts with many tokens are fetched.
 
     Attributes:
         seconds: makespan of the layer.
@@ -259,7 +261,12 @@ class _Thresholds:
         return best
 
     def _least(self, away: int, fetched: int) -> float:
-        """Return a lower bound of the makespan, in seconds, for a pair of thresholds (see `_Thresholds`)."""
+        """Return a lower bound of the makespan, in seconds, for the numbers of moved and of fetched experts.
+
+        Args:
+            away: number of resident experts that run on the host.
+            fetched: number of missing experts that are fetched.
+        """
         host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
         return max(host, here, fetched * self._layer.transfer)
 

@@ -233,8 +233,9 @@ def _placement(holders: Sequence[int], nodes: int) -> Placement:
 def busiest(chosen: Sequence[int]) -> int:
     """Return the load of the busiest node, in experts, if chosen experts are assigned to nodes in the best way.
 
-    By Hall's theorem, this is the maximum over all sets of chosen experts of the set's size divided by the number of
-    nodes that hold an expert of the set, rounded up.
+    For any set of chosen experts, the nodes that hold at least one of them have to run all of them. So some node runs
+    at least the set's size divided by the number of these nodes, rounded up. By Hall's theorem, the load of the busiest
+    node is the largest such quotient over all sets.
 
     chosen: for each chosen expert, a bit mask of the nodes that hold the expert.
     """

@@ -1,4 +1,4 @@
-"""Building blocks of expert-parallel policies: a base class, assignment of experts, a node's LRU list of experts."""
+"""Building blocks of expert-parallel policies: a base class, and a node's share of the experts to run and to warm."""
 
 from __future__ import annotations
 

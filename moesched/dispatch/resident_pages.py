@@ -11,7 +11,7 @@ from moesched.steps.plan import Plan
 
 
 def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]:
-    """Keep as many pages as fit on the accelerator beside a buffer that holds the streamed pages of two layers.
+    """Keep as many pages as fit on the accelerator together with a buffer for the streamed pages of two layers.
 
     stage: pipeline stage whose layers are placed.
 
@@ -26,13 +26,17 @@ def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]
 
 
 def keep_beside_buffer(plan: Plan, slots: Callable[[int], int], stage: int = 0) -> list[list[Page]]:
-    """Keep as many pages as fit on the accelerator beside a buffer; return, for each layer, the pages that stream.
+    """Keep as many pages as fit on the accelerator together with a buffer, through which the others stream.
 
     A layer's dense pages are kept before its experts. Layers stream equally many pages, give or take one, so that no
     layer waits longer for its weights than the others.
 
-    slots: function from the number of pages that each layer streams to the number of slots of the buffer.
-    stage: pipeline stage whose layers are placed.
+    Args:
+        slots: function from the number of pages that each layer streams to the number of slots of the buffer.
+        stage: pipeline stage whose layers are placed.
+
+    Returns:
+        For each layer, the pages that stream.
     """
     free = plan.free("accelerator", stage)
     per_layer = [plan.layout.layer(i) for i in plan.stages[stage]]

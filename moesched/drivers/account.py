@@ -1,4 +1,4 @@
-"""Plain model of an engine's graph and lanes, with which the checking mode compares the fast engine.
+"""Plain model of an engine's task graph and lanes, with which the checking mode compares the fast engine.
 
 The model stores, for each task, the earlier tasks that this task waits for, and, for each lane, the ready tasks. It has
 none of the engine's short cuts. Each rule that the engine breaks is kept as a line of text.
@@ -91,7 +91,8 @@ class Account:
         """Record that a task was issued to a stream of its device.
 
         Returns:
-            the later tasks on streams of the same device, whose wait for `task` is now left to the device.
+            the later tasks on streams of the same device that wait for `task`; the device, not the host, now keeps the
+            order.
         """
         self._released[task.id] = []
         released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]

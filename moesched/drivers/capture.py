@@ -24,11 +24,11 @@ from moesched.tasks import CLASS_SHIFT, Block, Collective, Lane, Task, Work, cla
 T = TypeVar("T", bound=Task)
 
 Price = Callable[[Work], int]
-"""Function from a work to its nanoseconds."""
+"""Function from a `Work` (FLOPs and bytes of a task) to the nanoseconds that it takes alone."""
 
 
 class NotFixed(MoeschedError):
-    """Raised if the graphs of a policy's steps may differ, so that the steps cannot be captured.
+    """Raised if the graphs of a policy's steps may differ, so that a few captured steps cannot stand for all.
 
     The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule or state of its own.
     """
@@ -108,7 +108,7 @@ class StepGraph:
         final: positions of the tasks whose ends are the step's end: the `samples`; in loading, all tasks.
         by_lane: for each lane, the positions of its tasks.
         starts_on: like `lanes`, but -2 - lane for a collective, which starts after the other tasks due at that time.
-        classes: for each task, its priority class, shifted to the high bits as in `Task.key`.
+        classes: for each task, its priority class, shifted to the high bits of the key that orders tasks.
         edges: for each task, the distances back in program order, in tasks, to the tasks that it waits for.
         waits: for each task, the number of its edges from tasks of this step.
         roots: positions of the tasks without edges from tasks of this step.
@@ -158,11 +158,11 @@ class StepGraph:
         self._works, self._work_of = _numbered_works(tasks, self.lanes)
 
     def key(self, task: Task) -> Sized:
-        """Return (micro-batch, verb, kind of layer) of a task, the key of its work in `nanoseconds` and `sized`."""
+        """Return (micro-batch, verb, kind of layer) of a task; equal keys in a step mean equal FLOPs and bytes."""
         return task.micro_batch, task.verb, self.kind_of[task.layer]
 
     def repeats(self, other: StepGraph) -> bool:
-        """Test whether this step and another one have the same graph; works that change with each step may differ."""
+        """Test whether this step and another one have the same graph, apart from FLOPs and bytes."""
         return (
             self.edges == other.edges
             and self.lanes == other.lanes
@@ -174,8 +174,8 @@ class StepGraph:
         """Return the duration of each task of a step in nanoseconds, by position.
 
         Args:
-            price: returns the nanoseconds of a work.
-            works: the works of this step that differ between steps, by (micro-batch, verb, kind of layer).
+            price: returns the nanoseconds of a `Work`.
+            works: the FLOPs and bytes that differ between steps, by (micro-batch, verb, kind of layer).
         """
         if not self._durations:
             prices = [*map(price, self._works), 0]
@@ -195,8 +195,8 @@ class StepGraph:
 def capture(run_state: RunState, policy: Policy) -> list[StepGraph]:
     """Capture the graphs of a whole run: of loading, of prefill, then of each decode step.
 
-    Once two steps in a row have the same graph, the last one stands for all later steps, provided that the policy
-    changed none of its attributes and did not read the step's number.
+    Once two steps in a row have the same graph, the steps after them, except for the last one, are taken to be equal,
+    and are not captured. The policy must have changed none of its attributes, nor read the step's number.
 
     Raises:
         NotFixed: the policy's steps may differ: it awaited a handle, has an eviction rule, or declares a state of its
@@ -304,7 +304,7 @@ def _identity(task: Task) -> tuple[object, ...]:
 
 
 def _numbered_works(tasks: Sequence[Task], lanes: Sequence[int]) -> tuple[list[Work], list[int]]:
-    """Return the distinct works of tasks, and for each task the index of its work in that list.
+    """Return the distinct `Work` objects of tasks, and for each task the index of its own in that list.
 
     Args:
         lanes: for each task, the index of its lane; below 0 for a join, which takes no time and gets the index -1.

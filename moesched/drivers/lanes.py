@@ -104,14 +104,14 @@ class Worker:
 class ThreadRunner:
     """Runs a lane's tasks on a thread, which reports an end under the lock and takes the lane's next task itself.
 
-    If the lane has no next task, the thread runs a guest's task that the finished task released. This saves waking two
-    threads: one for the guest's task, and one for the task after it. If this lane gets a task while its thread runs a
-    guest's task, a further thread runs the lane's task.
+    A guest is a lane whose tasks other runners' threads may run. If this lane has no next task, its thread runs a
+    guest's task that the finished task released. This saves waking two threads: one for the guest's task, and one for
+    the task after it. If this lane gets a task meanwhile, a further thread runs it.
 
     Args:
         driver: receives the reports of ends.
         execute: runs a task and returns its value.
-        guest: whether threads of other runners may run this lane's tasks, which are short or mostly wait.
+        guest: whether this lane is a guest, with tasks that are short or mostly wait.
     """
 
     host = True

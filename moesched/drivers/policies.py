@@ -16,10 +16,13 @@ from moesched.tasks import DONE, Join, Lane, Task
 
 
 class PolicyCoroutine:
-    """A policy's coroutine for one rank, with the handle that it awaits, and its result or error.
+    """A policy's coroutine for one rank, with the task handle that it awaits, and its result or error.
 
     Args:
         lanes: lanes of the rank's engine; only tasks on these may be awaited.
+
+    Attributes:
+        awaited: the task that it awaits; None while it runs and once it has ended.
     """
 
     def __init__(self, main: Coroutine[Task, Any, Any], rank: int, lanes: Collection[Lane]) -> None:

@@ -1,4 +1,4 @@
-"""Helpers of virtual drivers: the duration of a work that runs alone, and a pause of the garbage collector."""
+"""Helpers of virtual drivers: the duration of a task that runs alone, and a pause of the garbage collector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesched.tasks import Work
 
 
 def nanoseconds(work: Work, cost: CostModel) -> int:
-    """Return the nanoseconds that a work takes if it runs alone; at least 1, so that time moves on.
+    """Return the nanoseconds that a task with this `Work` takes if it runs alone; at least 1, so that time moves on.
 
     The first call also stores the duration and the shares of resources in the attributes of `work`.
     """

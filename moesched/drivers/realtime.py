@@ -1,4 +1,4 @@
-"""The real-time driver: runs policy coroutines on an event loop while lanes run tasks beside it.
+"""The real-time driver: runs policy coroutines on an event loop, while lanes run tasks on threads or streams.
 
 `lanes.py` describes the kinds of lanes. Lanes finish tasks under the engine's lock and take the next one themselves.
 The loop is woken only for handles that a policy awaits, since waking it costs more than most tasks take.
@@ -338,7 +338,7 @@ class RealtimeDriver:
 
 @contextmanager
 def _quiet_interpreter() -> Iterator[None]:
-    """Let Python switch threads more often and collect garbage less often, within this context."""
+    """Have Python switch threads more often and collect garbage less often, within this context."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(min(interval, SWITCH_INTERVAL_SECONDS))
     gc.set_threshold(max(thresholds[0], COLLECT_AFTER) if thresholds[0] else 0, *thresholds[1:])

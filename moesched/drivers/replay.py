@@ -32,7 +32,8 @@ class ReplayedRun:
 
     Attributes:
         steps: the captured step that each step of the run repeats; the first one is loading.
-        works: for each step, the works that differ between steps, by (micro-batch, verb, kind of layer).
+        works: for each step, the `Work` objects (FLOPs and bytes) that differ between steps, by (micro-batch, verb,
+            kind of layer).
         starts, ends: for each task, by its number, the time at which it starts and ends.
     """
 
@@ -74,7 +75,7 @@ class ReplayedRun:
 
     @property
     def captured(self) -> int:
-        """Number of steps that the policy itself scheduled, without loading; later steps repeat the last of them."""
+        """Number of steps that the policy scheduled, without loading; the steps after these repeat the last one."""
         return len({id(step) for step in self.steps}) - 1
 
     def samples(self, index: int) -> dict[int, int]:
@@ -131,18 +132,23 @@ class ReplayedRun:
 
 
 def _generated(captured: Task, step: int) -> int:
-    """Return `Task.generated` (tokens generated before) of the task that repeats a captured task in the step `step`."""
+    """Return the number of tokens that each sequence has generated before a step that repeats a captured step.
+
+    Args:
+        captured: a task of the captured step.
+        step: number of the step that repeats it.
+    """
     since = step - captured.step
     return captured.generated + since if captured.phase == "decode" else captured.generated
 
 
 def _resized(captured: Work, work: Work | None) -> Work:
-    """Return the work of the task that repeats a captured task in another step.
+    """Return the `Work` (FLOPs and bytes) of the task that repeats a captured task in another step.
 
     Args:
-        captured: the work of the captured task.
-        work: the other step's work of this micro-batch, verb and kind of layer, perhaps of another processor; None if
-            the work is the same in all steps.
+        captured: the `Work` of the captured task.
+        work: that of the other step for this micro-batch, verb and kind of layer, perhaps of another processor; None if
+            it is the same in all steps.
     """
     if work is None or work.resource == captured.resource:
         return work or captured
@@ -212,7 +218,9 @@ def _play(steps: list[StepGraph], run_state: RunState, price: Price) -> Replayed
 class _PricedSteps:
     """Computes the durations of captured steps, one step after the other.
 
-    `works` holds, for each step, the works that differ between steps, by (micro-batch, verb, kind of layer).
+    Attributes:
+        works: for each step, the `Work` objects (FLOPs and bytes) that differ between steps, by (micro-batch, verb,
+            kind of layer).
     """
 
     def __init__(self, steps: Sequence[StepGraph], run_state: RunState, price: Price) -> None:
@@ -326,7 +334,10 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """At time `now`, start arrived collectives on their lanes, or queue them, behind earlier collectives only."""
+        """Start arrived collectives at the time `now`, or queue them on their lanes.
+
+        They are queued behind earlier collectives and before all other tasks.
+        """
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT

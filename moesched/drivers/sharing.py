@@ -68,7 +68,7 @@ def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
 
 
 class _Mix:
-    """A mix: the kinds of work that run at once, one on each lane, and the rates at which they run.
+    """The kinds of work that run at once, one on each lane, and the rates at which they run.
 
     Attributes:
         kinds: for each lane, the number of the kind of work that it runs; `IDLE` for none.

@@ -31,7 +31,7 @@ class VirtualDriver:
 
     Args:
         engines: one for each rank.
-        cost: cost model, which gives a work's time and its shares of resources.
+        cost: cost model, which gives a task's time and its shares of resources.
         sharing: whether concurrent tasks of one engine slow each other down; each engine has its own machine.
         perform: by type of task, a function that computes the value of a task of that type at its end; an error fails
             the task. Tasks of other types have the value None.

@@ -1,4 +1,4 @@
-"""Cuts prompts into parts over several steps, so that running requests wait for one part, not a whole prompt.
+"""Cuts prompts into parts over several steps (chunked prefill), so that running requests wait for one part only.
 
 Memory is reserved for the parts, and not for the longest prompt.
 """

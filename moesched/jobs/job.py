@@ -1,4 +1,4 @@
-"""A job: plans batches of requests that share policy, model, machine and budgets."""
+"""A job: batches of requests that share policy, model, machine and budgets, each of which it plans."""
 
 from __future__ import annotations
 
@@ -162,7 +162,11 @@ class Job:
             raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
 
     def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
-        """Return a plan's inputs except its batch; `lengths` are prompt tokens, `slot_bytes` gives a page's bytes."""
+        """Return everything that a plan depends on, apart from the batch.
+
+        lengths: prompt lengths in tokens.
+        slot_bytes: returns the bytes of memory that a page of weights takes.
+        """
         return Setting(
             make=self.make,
             machine=self.machine,
@@ -181,7 +185,7 @@ class Job:
         )
 
     def policies(self) -> BatchPolicies:
-        """Return the policies for a run of all batches; call this after `sizes`."""
+        """Return the maker of the policy objects for all batches; call this after `sizes`."""
         return BatchPolicies(self.make)
 
     def plan(

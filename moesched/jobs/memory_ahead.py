@@ -1,4 +1,4 @@
-"""Sizes of memory for resident weights, estimated early, so that memory is taken while the device is imported."""
+"""Estimates the memory for resident weights early, so that it is allocated while the device's libraries load."""
 
 from __future__ import annotations
 

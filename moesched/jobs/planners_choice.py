@@ -43,8 +43,14 @@ def with_choice(
 ) -> Job:
     """Return a copy of a job with the planner's choice of a policy, for requests that run in one or several batches.
 
-    `lengths` are prompt tokens. `slot_bytes` returns the bytes of memory that a page takes, and `process` the process
-    that will run the plan. `listener` is told of the search. Raises the errors of `choose_policy_of`.
+    Args:
+        lengths: prompt lengths in tokens.
+        slot_bytes: returns the bytes of memory that a page of weights takes.
+        process: returns the process that will run the plan, in its state at the call.
+        listener: told of each stage of the search.
+
+    Raises:
+        BadInput: no plan fits; the error is that of the policy with the highest predicted rate.
     """
 
     def planned(its_job: Job) -> Job:
@@ -64,10 +70,15 @@ def with_best_plan(
     process: Process,
     listener: Listener,
 ) -> Job:
-    """Return a copy of a job with the policy that `moesched plan` ranks first for requests of these prompt lengths.
+    """Return a copy of a job with the policy that `moesched plan` ranks first for these requests.
 
-    `slot_bytes` returns the bytes of memory that a page of weights takes; `listener` is told of the search.
     The copy has the sizes of that plan, unless the options give some.
+
+    Args:
+        lengths: prompt lengths in tokens.
+        slot_bytes: returns the bytes of memory that a page of weights takes.
+        process: the process that will run the plan.
+        listener: told of each stage of the search.
 
     Raises:
         DoesNotFit: no policy fits.

@@ -43,7 +43,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         model_dtype: the dtype of the model's weights.
         budget_bytes: budget of each memory.
         kinds: numbers and times of tasks by verb and lane.
-        cores: use of the host's cores beside a GPU, by the fields of `CorePlan`; None without a GPU.
+        cores: use of the host's cores in a run on a GPU, by the fields of `CorePlan`; None without a GPU.
         bytes_read: bytes read from the checkpoint's files; None if not measured.
         batches: number of successive batches.
         chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
@@ -163,8 +163,12 @@ def job_report(
     Args:
         kinds: observer that counted tasks by verb and lane.
         policy: name of the policy, as the user gave it or the planner chose it.
-        chosen_at, text, cores, bytes_read, trace: as in `JobReport`.
+        chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
+        text: the generated text of each request.
+        cores: use of the host's cores in a run on a GPU; None without a GPU.
+        bytes_read: bytes read from the checkpoint's files; None if not measured.
         change: words for a change of the files of weights during the batch, which makes its tokens doubtful.
+        trace: file of the batch's trace; None if none was asked for.
     """
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     fields |= {"policy": policy, "text": text}

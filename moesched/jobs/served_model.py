@@ -1,4 +1,4 @@
-"""A model on real hardware, which serves requests that join and leave its batch."""
+"""A model on real hardware that serves requests by continuous batching: they join and leave between steps."""
 
 from __future__ import annotations
 

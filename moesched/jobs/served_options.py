@@ -1,4 +1,4 @@
-"""Options of jobs whose requests join and leave the batch while it runs."""
+"""Options of jobs with continuous batching, whose requests arrive over time."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ def last_steps_of(plan: Plan) -> LastSteps:
 
 
 class RequestSpans:
-    """Listener that keeps the spans of the requests that ended last, and passes each call on to another listener.
+    """Listener that keeps a span (start and end, for the trace) of each of the requests that ended last.
 
     Args:
-        listener: the listener that gets the same calls; None for none.
+        listener: another listener that gets the same calls; None for none.
 
     Attributes:
         ended: the spans, in the order of their ends.

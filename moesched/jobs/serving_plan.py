@@ -38,9 +38,10 @@ REMEDY = "raise --budget if you gave one, lower --batch-size or --context, or ch
 
 
 class ServingPlan(NamedTuple):
-    """A server's capacity, and the policy's plan of the batch that takes all of this capacity.
+    """A server's capacity, and the plan that a policy made for a batch that fills it.
 
     Attributes:
+        capacity: the largest number of requests and tokens that run together.
         policy_name: name of the policy in reports.
         predicted: predicted tokens per second with the most requests at once; None unless the planner chose the policy.
     """
@@ -126,7 +127,7 @@ def plan_serving(
     chooses: bool,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> ServingPlan:
-    """Plan for requests that join and leave, each of which may have `context` tokens.
+    """Plan for continuous batching of requests, each of which may have `context` tokens.
 
     Args:
         job: a job by `serving_job`, with its device set.

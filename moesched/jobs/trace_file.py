@@ -140,9 +140,11 @@ def write_recording(
     roofs: Mapping[str, Roof] | None = None,
     explanation: Explanation | None = None,
 ) -> None:
-    """Write trace and HTML report of the batch that `report` describes, as far as `files` names them; tell `listener`.
+    """Write the trace and the HTML report of a batch, as far as `files` names them.
 
     Args:
+        report: the batch's report.
+        listener: told of each file before it is written.
         clocks: corrections of the nodes' clocks, by rank.
         roofs: limits of the processors, if they are known.
         explanation: explanation of the batch, if it was made before.

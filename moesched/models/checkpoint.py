@@ -44,7 +44,9 @@ class Columns(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The place of a tensor's scales in files that store scales apart from codes: one byte per group, row after row.
+    """The place of a quantised tensor's scales in files that store them apart from the codes.
+
+    Each group of weights has one scale, a byte; the scales follow row after row.
 
     Attributes:
         file: file with the scales.
@@ -112,10 +114,11 @@ class Blocks(Protocol):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A model on disk: its configuration, and the location of its tensors by canonical name (see `tensors.py`).
+    """A model on disk: its configuration, and the location of its tensors.
 
     Attributes:
         path: the model's folder or file.
+        tensors: location of each tensor, by its canonical name, such as "layers.0.experts.3.up" (see `tensors.py`).
         skipped: names of tensors in the files that are not needed, as the architecture says.
         identities: for each file, its identity at the time when it was opened.
         absent: for each file that is not on this machine, but whose header is, the file's size in bytes.
@@ -167,12 +170,24 @@ def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
 
 
 def read_contents(model: Path, *, partial: bool = False) -> Contents:
-    """Read the headers of a model's files; `model`, `partial` and errors are as in `open_checkpoint`."""
+    """Read the headers of a model's files.
+
+    Args:
+        model: a folder, or a GGUF file; any of the files of a split GGUF model.
+        partial: whether a safetensors file may be missing if a copy of its header is there.
+
+    Raises:
+        BadInput: a file is missing, truncated or not of its format.
+    """
     return gguf_contents(model) if is_gguf(model) else _folder_contents(model, partial=partial)
 
 
 def checkpoint_of(contents: Contents) -> Checkpoint:
-    """Locate every tensor of a model, given the contents of its files' headers; errors are as for `open_checkpoint`."""
+    """Locate every tensor of a model, given the contents of its files' headers.
+
+    Raises:
+        BadInput: a tensor is missing, stored twice, of another shape, or unknown to the architecture.
+    """
     config, names, found_tensors = (
         contents.config,
         contents.names,
@@ -231,7 +246,7 @@ def _parts_of(
 def _coded_parts_of(
     codes: FoundTensor, scales: FoundTensor, published: Published
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield name and location of each canonical tensor in a stored tensor whose codes and scales are apart.
+    """Yield name and location of each canonical tensor in a quantised tensor whose codes and scales are stored apart.
 
     codes, scales: the stored tensors with the codes and with the scales.
     published: the names and shapes of the canonical tensors.

@@ -1,4 +1,4 @@
-"""Models whose weights are kept in the formats of their files: matrices coded, norms and routers in float32."""
+"""Models whose matrices stay quantised in memory, in the formats of their files; norms and routers are in float32."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType({"q4_k": "q5_0", "q5_k": "q5_1", "
 
 
 def coded_as(config: ModelConfig, name: str) -> ModelConfig:
-    """Return a copy of a model's configuration with matrices in coded formats, and norms and routers in float32.
+    """Return a copy of a model's configuration with matrices in quantised formats, norms and routers in float32.
 
     Matrices that are stored transposed, or whose rows are not whole blocks, stay plain.
 

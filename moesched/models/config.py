@@ -169,7 +169,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return tuple(sorted({stored for _, stored in pairs}.intersection(CODED)))
 
     def kernel_rate(self, name: str, layer: Layer | None = None) -> float:
-        """Return the share of a processor's FLOP/s that matrix products with a tensor reach (see `Format`).
+        """Return the share (0 to 1) of a processor's FLOP/s that matrix products with a tensor reach.
+
+        The share is below 1 for formats that kernels first convert.
 
         name: canonical name of the tensor, or, with `layer`, its name in that layer.
         """

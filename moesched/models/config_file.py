@@ -46,7 +46,7 @@ _KEYS = {
     "embedding_factor": "embedding_multiplier",
     "residual_factor": "residual_multiplier",
 }
-"""Keys in config.json of numbers of a configuration that have another name there."""
+"""Keys in config.json by the name of the field of ModelConfig or of its parts, where the two names differ."""
 RESTORE = "restore the file that came with the checkpoint"
 
 NULL_SAYS_SOMETHING = (

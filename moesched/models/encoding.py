@@ -1,7 +1,7 @@
-"""Encodes weights as blocks of a coded storage format; each weight gets the nearest code.
+"""Encodes weights as blocks of a quantised storage format; each weight gets the nearest code.
 
-A group's smallest and largest weight decide its scale. The tools of llama.cpp search for better scales in formats that
-have factors.
+A group's smallest and largest weight decide its scale. llama.cpp's tools search for better scales in the formats whose
+scales are small integers times a unit per block.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
 
 
 def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
-    """Return, for each group, the weight that code 0 stands for: the least weight, or 0 in a format without minimums.
+    """Return, for each group, the weight that code 0 stands for.
 
-    The weight is at most 0 in a format with factors, which has no positive minimums.
+    It is the least weight of the group. It is 0 in a format without minimums, and at most 0 in one with integer
+    factors, which can only store minimums that are subtracted.
 
     groups: array (groups, weights of a group).
     """
@@ -71,13 +72,15 @@ def _furthest(groups: Floats, *, signed: bool) -> Floats:
 def _write_scales(
     blocks: Bytes, stored: StoredFormat, scales: Floats, lowest: Floats
 ) -> tuple[Floats, Floats]:
-    """Write scales and minimums into the blocks, and return both, rounded as in the format, for the choice of codes.
+    """Write the groups' scales and minimums into the blocks, rounded as the format stores them.
 
-    blocks: array (blocks, bytes of a block), which is changed. scales: scale of each group. lowest: minimum of each
-    group.
+    Args:
+        blocks: array (blocks, bytes of a block), which is changed.
+        scales: scale of each group.
+        lowest: minimum of each group.
 
     Returns:
-        (scales, minimums), one of each per group.
+        The rounded (scales, minimums), one of each per group; codes are chosen by them.
     """
     if stored.factors is None:
         _write_float16(blocks, stored.scale, scales)
@@ -156,7 +159,7 @@ def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
 
 
 def _nearest(codes: Codes, multiples: Floats) -> Bytes:
-    """Return the stored form of the code nearest to each weight.
+    """Return the nearest code of each weight, as the format stores it.
 
     multiples: each weight minus the minimum of its group, divided by the scale of its group.
     """

@@ -1,4 +1,4 @@
-"""Identities of files: sizes and times, by which a change of a file in use is noticed."""
+"""Detects that a file in use was changed or replaced: by its size, its times and its number in the file system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class FileIdentity(NamedTuple):
-    """The identity of a file by the file system: a write, truncation or replacement changes an attribute.
+    """A file's number, size and times: a write, truncation or replacement of the file changes one of them.
 
     Times are as coarse as the system's clock tick: two writes within a few milliseconds may leave equal identities.
 

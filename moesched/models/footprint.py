@@ -71,10 +71,11 @@ def exchanged_bytes(operations: Operations) -> int:
 
 
 def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_gpu: bool) -> int:
-    """Return the bytes of the largest workspace that a kernel needs beside its input and output.
+    """Return the bytes of the largest workspace that a kernel needs in addition to its input and output.
 
-    tokens: number of tokens of the micro-batch. sequences: number of sequences, whose logits are computed. on_gpu:
-    whether the kernels are for a GPU, which takes all tokens at once.
+    tokens: number of tokens of the micro-batch.
+    sequences: number of sequences, whose logits are computed.
+    on_gpu: whether the kernels are for a GPU, which takes all tokens at once.
     """
     config, element = operations.config, operations.element
     hidden = config.hidden
@@ -140,7 +141,7 @@ def mask_bytes(tokens: int, cached: int) -> int:
 def beside_cache_bytes(
     operations: Operations, starts: Sequence[int], tokens: Sequence[int], scattered: int = 0
 ) -> int:
-    """Return the most bytes of keys and values that a chunk of prompts needs beside the KV cache of a layer.
+    """Return the most bytes of keys and values that a chunk of prompts needs in addition to the KV cache of a layer.
 
     Args:
         starts: for each request, its number of tokens before the chunk; used for layers with a sliding window.
@@ -156,7 +157,7 @@ def beside_cache_bytes(
 
 
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
-    """Return the bytes of workspace that the experts' kernels need beside their input rows and outputs.
+    """Return the bytes of workspace that the experts' kernels need in addition to their input rows and outputs.
 
     tokens: number of tokens of the micro-batch; experts process at most a tile of rows at once.
     """

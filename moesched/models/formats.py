@@ -28,10 +28,10 @@ _INSTEAD = {_Q6_K: _Q8_0, _Q5_K: _Q5_1, _Q4_K: _Q5_0}
 
 
 class Format(msgspec.Struct, frozen=True):
-    """A storage format.
+    """A storage format of a whole model, for simulation: bytes per weight by a tensor's role, and the speed of kernels.
 
     Attributes:
-        weights: for each role of a tensor, bytes per weight.
+        weights: for each role of a tensor, such as "expert" or "head", bytes per weight.
         odd_rows: for each role, bytes per weight if the length of rows is not a multiple of `BLOCK`.
         kernel_rate: share of the processor's FLOP/s, in the dtype of the computation, that matrix products with weights
             of this format reach; below 1 where kernels first convert the weights.
@@ -73,12 +73,16 @@ def _format(name: str, each: float, rate: float, why: str, **other: float) -> Fo
 
 
 def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, favoured: float) -> Format:
-    """Return a format of llama.cpp, whose function `use_more_bits` gives half of the value and down matrices another
-    size.
+    """Return a format of llama.cpp, in which half of the value and down matrices have another size than most matrices.
 
-    each: bytes per weight of most matrices. rate: share of a processor's FLOP/s that products reach. why: the reason
-    for the rate, in words. head: bytes per weight of the LM head. favoured: bytes per weight of half of the value and
-    down matrices.
+    llama.cpp's function `use_more_bits` chooses that half.
+
+    Args:
+        each: bytes per weight of most matrices.
+        rate: share of a processor's FLOP/s that products reach.
+        why: the reason for the rate, in words.
+        head: bytes per weight of the LM head.
+        favoured: bytes per weight of half of the value and down matrices.
     """
 
     def weights(formats: Mapping[float, float]) -> dict[Role, float]:
@@ -116,7 +120,7 @@ _CONVERTS = "default: kernels convert blocks to 16 bits or 8-bit integers in the
 GROUPS = (32, 64, 128)
 """Weights that share a scale and a zero point in formats of integers."""
 EXPERTS_ONLY = "_experts"
-"""End of the names of formats that only experts have, beside other weights in 16 bits."""
+"""End of the names of formats that only experts have, while other weights are in 16 bits."""
 
 
 def integer_format(bits: int, group: int) -> str:

@@ -25,7 +25,7 @@ KV_PIECE_BYTES = 8 << 20
 
 RING_SLOTS = 4
 RING_SLOT_BYTES = 16 << 20
-"""Most bytes of a slot of the ring of page-locked buffers for copying other host weights. Slots are smaller than pages,
+"""Most bytes of a slot of the ring of page-locked buffers for copying pageable weights. Slots are smaller than pages,
 so that the copy of a page begins when its first bytes are there.
 """
 
@@ -83,9 +83,9 @@ def kv_pieces_bytes(operations: Operations, tokens: int) -> int:
 
 
 def ring_slot_bytes(page_bytes: int) -> int:
-    """Return the bytes of one slot of the ring of page-locked buffers for copying other host weights to an accelerator.
+    """Return the bytes of one slot of the ring of page-locked buffers through which pageable host weights are copied.
 
-    page_bytes: bytes of the largest page to copy.
+    page_bytes: bytes of the largest page of weights to copy.
     """
     return min(RING_SLOT_BYTES, page_bytes)
 

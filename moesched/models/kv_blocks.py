@@ -43,15 +43,14 @@ def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
 
 
 def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
-    """Return the largest number of tokens for which a chunk of prompts needs room beside a sliding window's cache.
+    """Return the most tokens whose keys and values a chunk of prompts copies out of a sliding window's cache.
 
-    The chunk overwrites a part of the cache, so the keys and values that its tokens attend to are copied beside it.
+    The chunk overwrites a part of the cache, so the keys and values that its tokens attend to need room elsewhere.
 
     Args:
         starts: for each request, its number of tokens before the chunk; those still in the cache are copied.
         tokens: for each request, its number of tokens in the chunk.
-        most: the most tokens that the cache keeps of a sequence; None if it keeps all, so that the chunk needs no room
-        beside it.
+        most: the most tokens that the cache keeps of a sequence; None if it keeps all, so that nothing is copied.
     """
     if most is None:
         return 0

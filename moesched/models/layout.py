@@ -1,4 +1,7 @@
-"""Layout of a model's weights in pages, the units in which weights move between memories."""
+"""Layout of a model's weights in pages, the units in which weights move between memories.
+
+A page has rows of tensors of one expert, or of a layer's weights that every token needs.
+"""
 
 from __future__ import annotations
 
@@ -144,8 +147,8 @@ def weight_layout(
 
     Args:
         dtype: dtype of the weights in memory; None for the model's own.
-        page_bytes: the most bytes of a page; None for the size of one expert, or, if that is more than 64 MiB, for the
-            size with which the equal slots for an expert's pages take the fewest bytes.
+        page_bytes: the most bytes of a page; None for the size of one expert. If an expert has more than 64 MiB, None
+            stands for the size with which the equal slots for an expert's pages take the fewest bytes.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.

@@ -1,4 +1,4 @@
-"""MXFP4 weights as in gpt-oss's files: the codes of a matrix are one tensor, the scales of its groups another."""
+"""MXFP4 weights as in gpt-oss's files: one tensor has the codes of a matrix, another the scales of its groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MXFP4 = STORED_FORMATS["mxfp4"]
 CODES, SCALES = "_blocks", "_scales"
 """Endings of the names of the two tensors."""
 CODE_BYTES = MXFP4.block_bytes - 1
-"""Bytes of the codes of a group: each byte has two neighbours."""
+"""Bytes of the codes of a group: each byte has the 4-bit codes of two neighbouring weights."""
 REMEDY = "copy the checkpoint again from where it came from"
 
 
@@ -28,7 +28,7 @@ def with_experts_in_mxfp4(config: ModelConfig) -> ModelConfig:
 
 
 def join_codes_and_scales(tensors: Iterable[FoundTensor]) -> Iterator[FoundTensor]:
-    """Yield the tensors of files, with each pair of tensors of codes and of scales joined to one with rows in MXFP4.
+    """Yield the tensors of files, with a tensor of codes and its tensor of scales joined to one MXFP4 tensor.
 
     Raises:
         BadInput: one of a pair is missing, or their shapes do not match.

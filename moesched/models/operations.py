@@ -32,12 +32,12 @@ def _calls(count: int) -> WorkPart:
 
 
 class Amount(NamedTuple):
-    """The work of an operation.
+    """The FLOPs and bytes of an operation.
 
     Attributes:
         flops: floating-point operations.
         nbytes: bytes moved between a processor and its memory.
-        parts: the work in parts that a table of measured costs can price.
+        parts: the operation in parts that a table of measured costs can price.
         kernel_rate: share of a processor's FLOP/s that kernels reach on weights in their storage format.
     """
 
@@ -63,7 +63,7 @@ class Product(NamedTuple):
     coded: BytesByFormat
 
     def parts(self, operation: str, rows: float, resident: float, times: float = 1) -> tuple[WorkPart, ...]:
-        """Return equal products as WorkParts: one with resident weights, one with other weights, if there are any.
+        """Split equal products into one part with resident weights and one with other weights; omit an empty part.
 
         Args:
             operation: name of the part with other weights; for the one with resident weights, "resident" precedes it.
@@ -79,7 +79,7 @@ class Product(NamedTuple):
 
 
 class Products(TensorSizes):
-    """Base of operations that multiply rows by matrices of a layer."""
+    """Base of classes that compute the costs of operations which multiply rows by a layer's matrices."""
 
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
         """Return the matrices among these tensors as one product; vectors are left out, as their costs are small.
@@ -162,7 +162,7 @@ class AttentionOperations(Products):
         return Amount(in_prompts + (pairs - prompt_pairs) * attention.step_flops, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
-        """Return the cost of attention for one new token per sequence, as `attention` does, but computed faster.
+        """Return the cost of attention for one new token per sequence; a faster way to compute the same as `attention`.
 
         totals: for each sequence, the number of tokens in the cache afterwards.
         """
@@ -197,9 +197,14 @@ class AttentionOperations(Products):
         return Amount(tokens * attention.token_flops, states + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Return, as a WorkPart, attention of one new token per sequence; the part's size is the bytes of a KV head.
+        """Return attention of one new token per sequence, in the form that a table of measured costs can price.
 
-        seen: number of tokens attended to, of all sequences together. sequences: number of sequences.
+        Args:
+            seen: number of tokens attended to, of all sequences together.
+            sequences: number of sequences.
+
+        Returns:
+            A part whose size is the bytes of a KV head of one sequence, with one row for each KV head.
         """
         heads = self.layer.attention.cached_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)

@@ -23,7 +23,7 @@ BLOCK_OF_NF4 = 64
 
 
 class _Weights(msgspec.Struct, frozen=True):
-    """The keys of one config group that the tool compressed-tensors writes: the integers that store weights."""
+    """Keys of config.json for the quantised weights of a group of layers, as written by compressed-tensors."""
 
     num_bits: int = 8
     type: str = "int"
@@ -74,7 +74,10 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
 
 
 def _average_format(file: ConfigFile, keys: _Keys) -> str:
-    """Return the key of `FORMATS` for a model's settings; an experts-only key if attention is left out."""
+    """Return the storage format that the settings describe, as a key of `FORMATS`.
+
+    If the tool left attention unquantised, the format is one that only experts have.
+    """
     name = _format_of_matrices(file, keys)
     left_out = [
         *keys.ignore,

@@ -88,7 +88,13 @@ def runs(config: ModelConfig) -> bool:
 
 
 def require_plain_layers(config: ModelConfig, who: str) -> None:
-    """Raise BadInput if a model has biases, sinks, limits, shared networks or factors, which `who` does not compute."""
+    """Raise BadInput if a model has parts that a device or feature does not compute.
+
+    Such parts are biases, attention sinks, clipped activations, shared experts, and factors of embeddings, residual or
+    logits.
+
+    who: the device or feature, in words for the message.
+    """
     found = {part for layer in config.kinds for part in _particular(layer)}
     if (config.embedding_factor, config.residual_factor, config.logits_factor) != (1.0, 1.0, 1.0):
         found.add("factors of embeddings, residual or logits")
@@ -100,7 +106,7 @@ def require_plain_layers(config: ModelConfig, who: str) -> None:
 
 
 def _particular(layer: Layer) -> Iterator[str]:
-    """Yield the parts that not all devices compute, in words."""
+    """Yield the parts of a layer that not all devices compute, in words."""
     attention, network = layer.grouped, layer.feed_forward
     if attention.biases:
         yield f"biases of {attention.biases}"

@@ -28,7 +28,7 @@ _GROWING = 2
 
 
 def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -> int:
-    """Return the bytes that a micro-batch keeps for results besides hidden states and angles; 0 above `KEPT_ROWS` rows.
+    """Return a micro-batch's bytes for kept results other than hidden states; 0 above `KEPT_ROWS` rows.
 
     Args:
         rows: the micro-batch's new tokens in a step.

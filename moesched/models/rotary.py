@@ -35,7 +35,7 @@ class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
 
 
 class Linear(Slowing, frozen=True, kw_only=True, tag="linear"):
-    """Scaling that slows all pairs down by `factor` (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+    """Scaling that rotates all pairs slower by `factor` (position interpolation, Chen et al., arXiv 2306.15595)."""
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
         """Return the ratio of scaled to unscaled frequency of each pair, given the unscaled frequencies."""
@@ -43,7 +43,7 @@ class Linear(Slowing, frozen=True, kw_only=True, tag="linear"):
 
 
 class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
-    """Scaling that slows down pairs of entries with few full turns in a context of the training (Llama 3.1).
+    """Scaling that slows down pairs of entries that turn few times within the training context (Llama 3.1).
 
     Pairs with fewer turns than `low_freq_factor` are slowed down by `factor`, pairs with more turns than
     `high_freq_factor` not at all, and pairs between by less than `factor`.
@@ -69,7 +69,7 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
 
 
 class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
-    """Scaling by the full turns of a pair in a context of the training (YaRN, Peng et al. 2023, arXiv 2309.00071).
+    """Scaling by a pair's number of turns within the training context (YaRN, Peng et al. 2023, arXiv 2309.00071).
 
     Pairs of entries with more than `beta_fast` turns keep their frequency, pairs with fewer than `beta_slow` are slowed
     down by `factor`; between, the ratio of frequencies falls linearly from pair to pair.
@@ -119,7 +119,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def _pair(self, turns: float, frequencies: Sequence[float]) -> float:
-        """Return the index, with a fraction, of the pair that makes `turns` full turns in a context of the training."""
+        """Return the index, with a fraction, of the pair that makes `turns` full turns within the training context."""
         log_step = -math.log(frequencies[-1]) / (len(frequencies) - 1) if len(frequencies) > 1 else 1.0
         return math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / log_step
 

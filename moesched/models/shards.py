@@ -55,7 +55,7 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
     as in the caches of model hubs.
 
     Args:
-        partial: whether files may be missing that have a copy of their header beside them.
+        partial: whether a file may be missing if the folder has a copy of its header.
 
     Raises:
         BadInput: a file is missing or not a valid safetensors file, or the index does not fit the files.

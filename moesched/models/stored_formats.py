@@ -1,7 +1,8 @@
 """Storage formats of single tensors: the layout of a row in files, in memory, and in the memory that kernels read.
 
-A plain format is a dtype. In a coded one, a block of bytes has one or several groups of weights: a weight is its
-code, a small whole number, times the scale of its group, plus the group's minimum where the format has one.
+A plain format is a dtype. In a coded (quantised) one, a row is cut into blocks of bytes, and a block into groups of
+weights. A weight is its code, a small whole number, times the scale of its group, plus the group's minimum where the
+format has one.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from moesched.models.tensor_shapes import Shape
 
 
 class Bits(NamedTuple):
-    """The place in a block of all bits, or of the lower or upper bits, of each weight's code.
+    """The bits of a block that hold the weights' codes, or only their lower or upper bits.
 
     Each run of `span` bytes has these bits of span * 8 / bits weights: the first `span` weights have the lowest bits of
     one byte each, the next `span` weights the next higher bits.
 
     Attributes:
+        bits: number of bits of each code that are here.
         offset: bytes from the start of the block to the first of these bytes.
+        span: number of bytes of a run.
     """
 
     bits: Literal[1, 2, 4, 8]
@@ -29,7 +32,7 @@ class Bits(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """The codes of a block.
+    """The codes of a block: whole numbers of a few bits, one for each weight.
 
     Attributes:
         low: the place of the codes' lower bits; codes of 8 bits are signed.

@@ -23,7 +23,12 @@ BytesByFormat = tuple[tuple[str, int], ...]
 
 
 class ResidentShare(NamedTuple):
-    """Shares of the dense weights' and of the experts' bytes that stay in the accelerator's memory, from 0 to 1."""
+    """Shares, from 0 to 1, of the weights' bytes that stay in the accelerator's memory.
+
+    Attributes:
+        dense: share of the weights that every token uses.
+        experts: share of the experts' weights.
+    """
 
     dense: float = 0.0
     experts: float = 0.0
@@ -90,7 +95,10 @@ class TensorSizes:
         )
 
     def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
-        """Return the bytes of coded tensors, by format, and of plain transposed tensors, under `COLUMNS`."""
+        """Return the bytes of quantised tensors by storage format, and of plain transposed tensors as `COLUMNS`.
+
+        shapes: shapes of tensors, by name in the layer or outside the layers.
+        """
         found: Counter[str] = Counter()
         for name, shape in shapes.items():
             kept = self.config.kept_format(name, self.layer)

@@ -1,4 +1,4 @@
-"""Decodes JSON, and refuses equal keys in an object, of which Python's and msgspec's decoders keep the last."""
+"""Decodes JSON, and refuses objects that have a key twice; Python's and msgspec's decoders keep the last value."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ROUGH = (1, 16, 64, 256)
 MOST_CHUNKS = 2048
 """Most chunks of prefill of a batch that a user may ask for, and of a micro-batch that the search tries."""
 FEW = 4
-"""Number of micro-batches of the points with large micro-batches from which the search starts."""
+"""Number of micro-batches in those starts of the search that have large micro-batches."""
 MOST_SHARES = 8
 SIMILAR = 1.05
 """Factor between bounds that do not tell which schedule is better."""
@@ -183,8 +183,8 @@ class Candidate:
         """Yield sizes at the edges of the search, whose bounds are too low.
 
         Bounds ignore that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
-        The sizes are those with the highest bounds with none and with all of the cache on the accelerator, and one
-        micro-batch with the cache of as many layers on the accelerator as fit.
+        The sizes are those with the highest bound if none of the cache is on the accelerator, those with the highest
+        bound if all of it is, and one micro-batch with the cache of as many layers on the accelerator as fit.
         """
         if not self.setting.searches_shares:
             return

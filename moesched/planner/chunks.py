@@ -35,7 +35,9 @@ def smaller_chunks(setting: Setting, size: int) -> list[int]:
 
 
 def with_room(setting: Setting) -> Setting:
-    """Return the setting; if one request fits only with one of `smaller_chunks`, with the largest that fits.
+    """Return the setting, with smaller prefill chunks if not even one request fits otherwise.
+
+    The chunks are then the largest of `smaller_chunks` with which one request fits.
 
     Raises:
         BadInput: one request fits with no size of chunks; the message names the memory and the missing bytes.

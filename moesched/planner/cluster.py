@@ -1,7 +1,7 @@
-"""Makes the proposal of `moesched plan --nodes`: a token's least time, a placement of experts, a way to split a model.
+"""Makes the proposal of `moesched plan --nodes`: the best split of a model, with its least time per token.
 
-Eq. 1 of the Apple silicon cluster paper (RACS'24) bounds each way to split a model, with its placement and the best
-assignment of each token's experts. Nothing is simulated, and no workload is needed.
+Eq. 1 of the Apple silicon cluster paper (RACS'24) bounds each way to split a model, with its placement of experts and
+the best assignment of each token's experts. Nothing is simulated, and no workload is needed.
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ class _Cluster:
         self.that_fit = min(config.routed.experts, max(0, left // self.bytes.expert))
 
     def bound(self, share: NodeShare) -> TokenBound:
+        """Return the least time per token for the busiest node's share of a layer."""
         return token_bound(self.operations, self.machine, self.network, share)
 
     def placement(self, policy: str) -> Placement:
@@ -240,7 +241,7 @@ class _Cluster:
 
         Args:
             replicas: number of nodes that hold an expert, on average.
-            experts: "whole" or "cut", as in `Way`.
+            experts: "whole" if a node holds whole experts, "cut" if each expert is cut over nodes.
             policy: name of a policy that splits the model in this way; None if there is none.
             load: mean number of a token's experts that the busiest node runs in a layer.
             kernels: number of kernel launches in a layer.

@@ -1,4 +1,4 @@
-"""Holds the objectives of a plan: the figure that each maximises, and the requests that the plan is for."""
+"""The objectives of a plan (throughput, latency, interactive): the figure that each maximises, and its requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cheap_tasks(objective: Objective) -> int:
 
 
 def close(objective: Objective) -> float:
-    """Return the ratio below which two rates, estimated from a few layers, are too close to tell the higher one."""
+    """Return the ratio of two rates up to which estimates from a few layers cannot tell which of the two is higher."""
     return 1.12 if objective == "throughput" else 1.15
 
 

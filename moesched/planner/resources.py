@@ -1,4 +1,4 @@
-"""Computes the gain from each resource: the bound of a plan on machines that have a tenth more of one resource."""
+"""Computes how much faster a plan would be with a tenth more of one resource, for each resource in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ IDLE = 0.02
 
 
 class Gain(msgspec.Struct, frozen=True):
-    """The gain from a tenth more of a resource: `share` is the relative increase of throughput."""
+    """The gain from a tenth more of a resource.
+
+    Attributes:
+        resource: name of the resource, such as "pcie bandwidth".
+        share: the relative increase of throughput; 0.05 is 5 %.
+    """
 
     resource: str
     share: float

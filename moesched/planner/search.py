@@ -72,9 +72,10 @@ def best(
 
 
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
-    """Return a first λ for the search, in tokens per second; a good first λ saves iterations.
+    """Return a throughput in tokens per second that some sizes reach, with which the search begins as λ.
 
-    λ is the highest throughput with none or all of the KV cache on the accelerator; 0 if the cache's share is fixed.
+    It is the highest one with none or all of the KV cache on the accelerator; 0 if the cache's share is fixed. The
+    better it is, the fewer iterations the search needs.
     """
     if setting.kv_on_gpu is not None:
         return 0.0
@@ -156,7 +157,10 @@ def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> flo
 
 
 class _Programme:
-    """The variables and constraints of the search; between its iterations, only λ and thus the objective change."""
+    """The variables and constraints of the mixed-integer programme.
+
+    Between the iterations of the search, only the rate λ changes, and with it the objective.
+    """
 
     def __init__(self, setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> None:
         import highspy  # here, since most commands search nothing

@@ -106,7 +106,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.cost if len(plan.stages) == 1 else None
 
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:
-        """Test whether the policy's plan of a batch fits in the memories; `kv_on_gpu` is as for `plan`."""
+        """Test whether the policy's plan of a batch fits in the memories.
+
+        kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy chooses it.
+        """
         try:
             self.plan(batch, kv_on_gpu=kv_on_gpu)
         except BadInput:

@@ -32,6 +32,7 @@ class Cut(NamedTuple):
     Attributes:
         setting: the setting of the cut model.
         budgets: bytes by memory.
+        batch: the batch, the same as for the whole model.
         part: the cut model's number of layers divided by the whole model's.
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
@@ -91,14 +92,16 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
 
 
 def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Plan a cut model, with memory budgets that leave it room in proportion; None if the plan does not fit.
+    """Plan a cut model with memory budgets in proportion to its number of layers; None if the plan does not fit.
 
     A pool that caches pages has slots in proportion to the number of layers; a pool through which pages stream has a
-    fixed number of slots. The budgets suit caches first; if pools do not shrink with memory, they suit streaming.
+    fixed number of slots. Budgets for caches are tried first. If the pools do not shrink with them, budgets for
+    streaming are taken.
 
     Args:
         setting: the setting of the cut model.
-        plan, share: as for `cut_like`.
+        plan: the plan of the whole model.
+        share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
     part = setting.layout.config.layers / len(plan.layers)
     pooled = _pooled(plan)

@@ -86,7 +86,7 @@ def _sizes(
 
     Args:
         batch_size, micro_batch_size: numbers of requests.
-        successive: as for `choose_sizes`.
+        successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
     """
     count = len(setting.lengths)
     if batch_size is None and count > 1:
@@ -99,7 +99,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
     Args:
         given: requests of a micro-batch; None to choose them.
-        successive: as for `choose_sizes`.
+        successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
     """
     asked = setting
     if given is not None:
@@ -162,8 +162,8 @@ def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> S
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
     """Return the most tokens of a micro-batch that the KV cache can hold.
 
-    The tokens fill the micro-batch's share of the bytes that are free or reserved for the cache, and are at least the
-    tokens of the plan's largest micro-batch and of the longest request.
+    The tokens fill the micro-batch's share of the bytes that are free or reserved for the cache. They are at least
+    those of the plan's largest micro-batch, and those of the longest request.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))

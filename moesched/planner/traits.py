@@ -1,4 +1,4 @@
-"""Finds the traits of a policy from its plans: the place of the KV cache, the weights that stay, the costs of batches.
+"""Finds a policy's traits from its plans: where its KV cache is, which weights stay, what micro-batches cost.
 
 No policy is known by name here, so users' own policies are planned like those that ship.
 """
@@ -149,7 +149,7 @@ class TraitProbe:
         )
 
     def fetch_seconds(self, cost: CostModel) -> float:
-        """Return the seconds that a layer's weights take on the slowest link, by a cost model; see `Traits.fetch`."""
+        """Return the slowest link's seconds for a layer's weights, by a cost model; 0 if the host computes the FFN."""
         return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
 
 
@@ -253,10 +253,10 @@ class _MicroBatchWork:
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
-        """Return the work of `post_attention` in a layer of one kind, weighted by the kind's share of the layers.
+        """Return the work of `post_attention` in a kind of layer, and the kind's share of all layers as weight.
 
         Args:
-            works: the works of the micro-batch in this kind of layer, by verb.
+            works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
             kind: index of the kind of layer.
         """
         work, made = works["post_attention"], run_state.works
@@ -266,10 +266,10 @@ class _MicroBatchWork:
         return self._shares[kind] / self._together, work
 
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
-        """Add a layer's work with experts on the host, and with a copy of their outputs to the accelerator.
+        """Add the work of a layer whose experts run on the host, with the copy of their outputs to the accelerator.
 
         Args:
-            works: the works of the micro-batch in this kind of layer, by verb.
+            works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
             kind: index of the kind of layer.
         """
         share, made = self._shares[kind], run_state.works
@@ -284,7 +284,7 @@ class _MicroBatchWork:
             self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
     def cost(self, model: CostModel) -> MicroBatchCost:
-        """Return the micro-batch's cost by a cost model."""
+        """Return the micro-batch's bytes, and its seconds on each lane by a cost model."""
 
         def seconds(works: Sequence[_LayerWork]) -> float:
             return sum(share * model.work(work).seconds for share, work in works)
@@ -311,7 +311,7 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def _buffer(plan: Plan) -> float:
-    """Return the bytes of a plan's streaming buffer per byte of a layer's streamed weights; 0 if nothing streams."""
+    """Return the ratio of the streaming buffer's bytes to the streamed bytes of a layer; 0 if nothing streams."""
     streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
     return _pool_bytes(plan) / streamed if streamed else 0.0
 
@@ -349,7 +349,7 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
     """Return the bytes, by memory, that a plan's declarations take without its pages and pools.
 
     Args:
-        facts: the plan whose number of layers counts; it may be another plan for the same machine and batch.
+        facts: a plan for the same machine and batch, whose number of layers counts.
         declared: the plan that has the declarations.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}

@@ -16,7 +16,7 @@ class TrialRouting(SeededRouting):
     """Uniform random choices of experts, kept so that the trial runs of all policies get equal choices."""
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Return the number of tokens of each expert that any token chooses, in ascending order of expert."""
+        """Return the number of tokens that choose each expert, by ascending expert; unchosen experts are left out."""
         return dict(_counts(self.experts, self.top_k, step, layer, micro_batch, tokens))
 
 

@@ -20,8 +20,9 @@ class Batch(msgspec.Struct, frozen=True):
         first_request: index of the batch's first request among all requests of the run.
         beams: sequences per request in decode.
         prefill_chunk: the largest number of tokens of a micro-batch in prefill; None for no limit.
-        served: whether requests join and leave during the run. The batch then has as many requests as may run at once,
-            and a long prompt is computed over several steps.
+        served: whether this is continuous batching, in which requests join and leave between steps. The batch then
+            stands for the fullest steps: it has as many requests as may run at once, and a long prompt is computed over
+            several steps.
         longest: tokens of the longest prompt, if `served`.
     """
 

@@ -70,14 +70,14 @@ def chunks_of_batch(
 
 
 def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) -> dict[int, Chunk]:
-    """Return the chunk that takes the most memory in one step, for each place of a served batch, by the place's number.
+    """Return, for each micro-batch of continuous batching, the chunk of prompts that takes the most memory in one step.
 
-    The chunk has a part of each prompt of the place. The first part comes after `longest` tokens of its prompt; the
-    others begin their prompts, as at most one prompt may have begun before.
+    The chunk has a part of each prompt of the micro-batch. The first part comes after `longest` tokens of its prompt;
+    the others begin their prompts, as at most one prompt may have begun before.
 
     Args:
-        places: the requests of each place.
-        most: the most prompt tokens of a place in a step.
+        places: the requests of each micro-batch.
+        most: the most prompt tokens of a micro-batch in a step.
         longest: tokens of the longest prompt.
     """
     steps = {}
@@ -90,9 +90,13 @@ def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) ->
 
 
 def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int | None) -> list[Chunk]:
-    """Return the chunks, of at most `most` tokens (None for no limit), of the micro-batch of decode with a number.
+    """Divide the prompts of one micro-batch of decode into chunks.
 
     `before` is -1 in the first chunk and 0 in later ones; the caller replaces the 0 by the number of the chunk before.
+
+    Args:
+        number: the micro-batch's number.
+        most: the largest number of tokens of a chunk; None for no limit.
     """
     whole = tuple(prompts[request] for request in requests)
     total = sum(whole)

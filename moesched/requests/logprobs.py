@@ -10,7 +10,7 @@ class WantedLogprobs(NamedTuple):
     """The log probabilities that a request asks for.
 
     Attributes:
-        likeliest: the number of most likely tokens to return at each position, beside the actual token.
+        likeliest: the number of most likely tokens to return at each position, in addition to the actual token.
         prompt: whether to return log probabilities of the prompt's tokens, too.
     """
 

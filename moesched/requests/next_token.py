@@ -92,7 +92,7 @@ def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotF
 
 
 def uniform(seed: int, request: int, position: int) -> float:
-    """Return a random number in [0, 1) from a counter-based generator, for a position in a request."""
+    """Return a random number in [0, 1) that depends only on the seed, the request and the position in the request."""
     bits = np.random.Philox(key=seed, counter=[0, 0, position, request])
     return float(np.random.Generator(bits).random())
 

@@ -1,4 +1,4 @@
-"""Rows of a step that serves requests: new tokens of requests that join and leave between steps."""
+"""Rows of a step of continuous batching, in which requests join and leave between steps."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Row(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one step in a place, that is, in a micro-batch that requests join and leave between steps.
+    """The rows of one step in a micro-batch that requests join and leave between steps.
 
     Attributes:
         phase: the phase of all rows.
         rows: the rows in the order of their results.
-        departed: requests that left the place since its last step; their blocks of the KV cache are free from now on.
+        departed: requests that left since the micro-batch's last step; their blocks of the KV cache are free now.
     """
 
     phase: Phase

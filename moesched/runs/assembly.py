@@ -1,4 +1,4 @@
-"""Assembles the parts of a run: for each rank its lanes, engine, run state and generation."""
+"""Assembles the parts of a run: for each rank its lanes, engine, run state, and the coroutine that generates tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ EngineType = TypeVar("EngineType", bound=Engine)
 
 
 class RankRun(NamedTuple, Generic[EngineType]):
-    """The parts of one rank's run: its lanes by name, its engine, its run state and its generation.
+    """The parts of one rank's run, which a driver needs while the run goes on, and the report afterwards.
 
-    A driver needs them while the run goes on, and the report reads them afterwards.
+    Attributes:
+        rank: the rank's plan, policy and device.
+        lanes: the rank's lanes, by name.
+        engine: orders the rank's tasks.
+        run_state: the state that all steps share.
+        generation: its coroutine has the policy schedule all steps, and collects the tokens.
     """
 
     rank: Rank
@@ -70,7 +75,7 @@ def assemble(
 
     Args:
         rank: the rank's plan, policy and device.
-        make_engine: makes an engine of lanes.
+        make_engine: makes the engine of some lanes.
         kinds: the kind of each lane on the rank's device, by the lane's name.
         tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the plan's batch.

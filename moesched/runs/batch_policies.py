@@ -8,7 +8,7 @@ from moesched.seams import Policy, keeps_state
 
 
 class BatchPolicies:
-    """Makes the policies of a run's batches, one for each rank or node.
+    """Makes the policy objects of successive batches, for each rank (accelerator or node) apart.
 
     Args:
         make: creates a policy object.
@@ -19,7 +19,7 @@ class BatchPolicies:
         self._kept: dict[int, Policy] = {}
 
     def next_of(self, rank: int) -> Policy:
-        """Return the policy object for the next batch of a rank or node."""
+        """Return the policy object for a rank's next batch: a new one, or the earlier one if the policy keeps state."""
         policy = self._kept[rank] if rank in self._kept else self._make()
         if keeps_state(policy):
             self._kept[rank] = policy

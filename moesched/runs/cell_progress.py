@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 def listener_or_cell(given: Listener | None, *, patience: float = 0.0) -> Listener:
-    """Return the given listener; without one, a `CellProgress` in a notebook, else a listener that does nothing.
+    """Return the given listener; if it is None, a `CellProgress` in a notebook, elsewhere a listener that does nothing.
 
-    Args:
-        patience: seconds before the cell shows anything.
+    patience: seconds before the cell shows anything.
     """
     if given is not None:
         return given

@@ -1,4 +1,4 @@
-"""Following: runs the steps of a node that serves beside a first node, which alone knows the requests."""
+"""Runs the steps of cluster nodes that serve requests, other than the first node, which alone knows the requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moesched.steps.run_state import RunState
 
 
 class Following:
-    """Runs the steps of a node that serves and is not the first: the first node sends it the rows of each step.
+    """Runs the steps of a serving node that is not the first: the first node sends it the new tokens of each step.
 
     Attributes:
         steps: number of steps so far.
-        notices: receives the rows of each step from the first node.
+        notices: receives each step's rows (requests and their new tokens) from the first node.
     """
 
     def __init__(self, run_state: RunState, policy: Policy, notices: Notices) -> None:
@@ -26,7 +26,7 @@ class Following:
         self._policy = policy
 
     async def run(self) -> int:
-        """Load the weights, then run steps until the first node announces the end; returns the number of steps."""
+        """Load the weights, then run steps until the first node announces the end; return the number of steps."""
         await load(self._run)
         samples: Sequence[Sampled] = ()
         while (rows := await self.notices.take(self.steps)) is not None:

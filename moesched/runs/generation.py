@@ -1,6 +1,6 @@
-"""Generation: has a policy schedule one batch, from loading the resident weights to the last token.
+"""Generates the tokens of one batch: a policy schedules all steps, from loading the weights to the last token.
 
-The same coroutine runs under both drivers.
+The same coroutine runs on hardware and on the virtual clock.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TokenHandling(NamedTuple):
     Attributes:
         stop_tokens: ids of tokens, each of which ends its request.
         on_tokens: called with a micro-batch's new tokens as {request: token}; None for no callback.
-        rows_apart: the device's `KeepsRowsApart.rows_apart`, which tests whether no row's bits depend on another row in
-            micro-batches of up to a number of rows; None if they may depend on each other.
+        rows_apart: a function of a number of rows, from the device. It tests whether, in micro-batches of up to that
+            number, each row has the same bits whichever other rows there are. None if rows may depend on each other.
     """
 
     stop_tokens: Collection[int] = ()
@@ -130,8 +130,8 @@ class Generation:
     def _rows_apart(self, rows: int) -> bool:
         """Test whether sequences can leave a micro-batch of `rows` rows without changing the bits of its other rows.
 
-        With several beams, ranks or nodes they cannot: beams of a request stay together, and ranks need equal rows,
-        since their kernels may treat different numbers of rows differently.
+        With several beams, ranks or nodes they cannot leave: beams of a request stay together, and ranks need equal
+        rows, since their kernels may treat different numbers of rows differently.
         """
         plan = self._run.plan
         alone = plan.nodes.count == plan.layout.config.ranks == self._beams == 1

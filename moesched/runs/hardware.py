@@ -1,4 +1,4 @@
-"""Runs on real hardware: the lanes of a device run the tasks of a plan's policy, and the run's report is returned."""
+"""Runs a plan's policy on real hardware, with the lanes of a device, and returns the run's report."""
 
 from __future__ import annotations
 
@@ -145,9 +145,10 @@ def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
 
 
 class _HardwareRun:
-    """Drives all ranks of this process on their devices, in real time.
+    """The run of all ranks of this process on their devices, in real time.
 
     Attributes:
+        rank_runs: the lanes, engine, run state and generation of each rank.
         began: whether the devices were ready, and the policies began.
         interrupted: whether a signal ended the run.
     """

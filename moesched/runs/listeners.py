@@ -67,13 +67,13 @@ def observers_in(listener: Listener) -> list[Observer]:
 
 
 class KindMeter:
-    """Sums the numbers, times, bytes and FLOPs of tasks by kind and lane, loading included."""
+    """Sums the numbers, times, bytes and FLOPs of tasks by verb and lane; tasks that load weights count, too."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
 
     def ended(self, task: Task) -> None:
-        """Add a task to the sums of its kind and lane."""
+        """Add a task to the sums of its verb and lane."""
         work, sums = task.work, self._sums[task.verb, task.lane.name]
         sums[0] += 1
         sums[1] += task.end - task.start
@@ -99,7 +99,7 @@ class KindMeter:
             first += len(graph.tasks)
 
     def kinds(self) -> list[KindUse]:
-        """Return the sums of each kind of task on each lane, with their rates."""
+        """Return the sums of each verb's tasks on each lane, with their rates."""
         return [
             kind_use(verb, lane, int(tasks), nanoseconds / 1e9, nbytes, flops)
             for (verb, lane), (tasks, nanoseconds, nbytes, flops) in sorted(self._sums.items())
@@ -123,7 +123,7 @@ def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
 
 
 def kind_use(kind: str, lane: str, tasks: int, seconds: float, nbytes: float, flops: float) -> KindUse:
-    """Make the report entry of one kind of task on one lane, with its rates while it ran.
+    """Make the report entry of one verb's tasks on one lane, with their rates while they ran.
 
     Args:
         kind: the tasks' verb.

@@ -1,7 +1,7 @@
-"""Notices between nodes that serve: before each step the first node sends the others the step's rows of tokens.
+"""Notices between serving nodes: before each step the first node sends the others the step's rows.
 
-Only the first node knows which requests came, which left and which have a place. The others need nothing but rows, so
-they cannot disagree with it.
+Rows are requests and their new tokens. Only the first node knows which requests came, left or wait. The others need
+nothing but rows, so they cannot disagree with it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ NOTICE = "notice"
 """The verb of a notice's task."""
 
 Notice = dict[int, Rows] | None
-"""The rows of the next step, by place; empty while the first node waits for requests, None once there are no more."""
+"""The rows of the next step, by micro-batch; empty while the first node waits for requests, None at the end."""
 
 _decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 
 
 class Notices:
-    """Sends a notice before each step if this is the first node, else receives it.
+    """Sends a notice (the rows of the next step) before each step if this is the first node, else receives it.
 
     A notice is a collective on the network's lane, behind the exchanges of the step before, and travels while that
-    step's last kernels run. Its time on a virtual clock is the network's latency.
+    step's last kernels run. On a virtual clock it takes the network's latency.
 
     Args:
         run_state: the node's engine and lanes.

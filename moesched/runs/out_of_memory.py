@@ -1,4 +1,4 @@
-"""Converts errors by which a system refuses memory to a run to one line with the bytes that the run's plan takes."""
+"""Converts a system's refusals of memory during a run to one error, which gives the bytes that the run's plan takes."""
 
 from __future__ import annotations
 

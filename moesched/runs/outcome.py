@@ -116,7 +116,10 @@ class ForecastUse(msgspec.Struct, frozen=True):
     Attributes:
         predictor: name of the predictor's class.
         ahead: number of layers from the last one in which the micro-batch was routed.
-        forecasts, chosen, found, accuracy: as in `PreviewUse`.
+        forecasts: number of answers that were compared.
+        chosen: number of experts that the router then chose.
+        found: number of those experts that had been forecast.
+        accuracy: share of the chosen experts that had been forecast.
     """
 
     predictor: str
@@ -173,7 +176,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         wall_seconds: real time of the run; all other times are on the clock of its machine, which may be emulated.
         emulation: quality of the emulation; None for a run on real hardware or a prediction.
         tensor_parallel: number of accelerators that the model was split over. Figures of lanes, tasks and the
-            accelerator's memory are for one of them, as all work alike; other memories' peaks are for all.
+            accelerator's memory are for one of them, as all do equal work; other memories' peaks are for all.
         nodes: number of machines that shared the model's experts. Lanes and tasks are for the first; each memory's peak
             is the highest of all nodes.
         scores: the score of each request's best beam; None without beam search.

@@ -53,7 +53,7 @@ class Rank(NamedTuple):
 
     @property
     def device(self) -> Device:
-        """The rank's device, which a rank on real hardware always has."""
+        """The rank's device; only for runs on hardware."""
         assert self.hardware is not None, "a rank on the virtual clock has no device"
         return self.hardware
 
@@ -80,7 +80,7 @@ class Devices(NamedTuple):
         return sum(device.bytes_read for device in counting) if counting else None
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot: the most of any rank's device, as all ranks plan alike."""
+        """Return the bytes that a page takes in a slot on the rank that needs the most; ranks plan with equal sizes."""
         return max(device.slot_bytes(page) for device in self.all)
 
 
@@ -179,7 +179,7 @@ class OnDevices:
 
 
 class OfLanes:
-    """An observer that passes only the tasks of some lanes on to another observer."""
+    """An observer that passes on to another observer only those tasks that ran on some lanes."""
 
     def __init__(self, observer: Observer, lanes: Iterable[Lane]) -> None:
         self._observer = observer

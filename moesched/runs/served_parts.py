@@ -26,16 +26,16 @@ Main = TypeVar("Main", Serving, Following)
 
 
 class ServingSetup(NamedTuple):
-    """A plan with its policy, and the requests that are served by it.
+    """A plan with its policy, and the requests that are served with it.
 
     Attributes:
-        plan: a policy's plan of a batch that takes all of `capacity`.
+        plan: the policy's plan, made for a batch that fills all of `capacity`.
         capacity: the largest number of requests and tokens that run together.
         arrivals: the requests, as they arrive and leave.
         admission: chooses which waiting request runs next; by default the one that came first.
         stop_tokens: ids of tokens, each of which ends its request.
         listener: told of each token and each step; None for no listener.
-        keeps_history: whether to keep requests that have ended, as `Serving` has it.
+        keeps_history: whether to keep requests that have ended, and the occupancy of all steps.
     """
 
     plan: Plan
@@ -81,7 +81,7 @@ def first_node(
     """Make the parts of the first of the nodes that serve, the only one that knows the requests.
 
     Args:
-        make_engine: makes an engine of lanes.
+        make_engine: makes the engine of some lanes.
         kinds: the kind of each lane on the device, by the lane's name.
         peers: the notices of the other nodes, where all nodes share a virtual clock.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
@@ -115,7 +115,7 @@ def other_node(
     """Make the parts of a node that is not the first, and gets the rows of each step from the first node.
 
     Args:
-        make_engine: makes an engine of lanes.
+        make_engine: makes the engine of some lanes.
         kinds: the kind of each lane on the device, by the lane's name.
     """
     lanes = make_lanes(plan, kinds)

@@ -65,7 +65,7 @@ def simulate_serving(
     peers: Sequence[Rank] = (),
     make_engine: Callable[[Iterable[Lane]], Engine] = new_engine,
 ) -> Serving:
-    """Serve requests on the virtual clock, and return what came of each.
+    """Serve requests on the virtual clock, and return the outcome of each.
 
     Args:
         device: computes every task as it ends; by default nothing is computed.
@@ -144,13 +144,13 @@ def serve_on(
     recorder: Recorder | LastSteps | None = None,
     transport: Transport | None = None,
 ) -> Serving:
-    """Serve requests on a device until no more arrive, and return what came of each; the caller closes the device.
+    """Serve requests on a device until no more arrive, and return the outcome of each; the caller closes the device.
 
     Args:
         transport: to the other nodes, which call `follow_on`, if several share the model; the caller closes it.
 
     Raises:
-        BadInput: the device serves no requests that join and leave, or there is a reason as in `simulate_serving`.
+        BadInput: the device or plan does not support continuous batching, or a request exceeds the capacity.
         OutOfMemory: the system gave no more memory.
         TaskFailed: another node is lost, or a task failed.
     """
@@ -217,7 +217,7 @@ def _require_role(plan: Plan, *, first: bool) -> None:
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
     """Run a task, and return its value, or an awaitable of the value for a task that waits.
 
-    beside: by verb, functions that run a task instead of the device.
+    beside: by verb, functions that run a task in place of the device.
     """
     return beside.get(task.verb, device.execute)(task)
 

@@ -57,10 +57,11 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of the requests of a run. Times are seconds.
+    """The figures of served requests. Times are in seconds.
 
     Attributes:
         measured: whether the run was on hardware; else this is a prediction.
+        capacity: the largest number of requests and tokens that could run together.
         nodes: number of machines that shared the model's experts.
         requests: requests that arrived.
         left: requests that nobody waited for any more.

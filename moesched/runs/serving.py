@@ -1,6 +1,6 @@
-"""Serving: takes requests that join and leave between steps through a policy, from loading to the last token.
+"""Continuous batching: schedules steps of requests that join and leave between steps, until no more arrive.
 
-The same coroutine runs under both drivers.
+The same coroutine runs on hardware and on the virtual clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Ending = Literal["stop", "length", "left", "not finite"]
 
 
 class Served(msgspec.Struct):
-    """A request and what came of it. Times are nanoseconds since the first request could run; -1 if not known yet.
+    """A request and its outcome so far. Times are nanoseconds since the first request could run; -1 if not known yet.
 
     Attributes:
         entered: time at which the request got a place in a micro-batch.
@@ -61,14 +61,15 @@ class Served(msgspec.Struct):
 
 
 class Occupancy(msgspec.Struct):
-    """The use of a capacity's places for requests. Each list has one number for each step.
+    """Use of the micro-batches and the KV cache by requests. Each list has one number for each step.
 
     Attributes:
-        starts: the start of the step's period: the end of the step before, or of a time without requests; as `times`.
+        starts: the start of the step: the end of the step before, or of a time without requests. Nanoseconds, as
+            `times`.
         times: the end of the step; nanoseconds since the first request could run.
-        held: tokens of the KV cache that the requests' blocks held at that time, in whole blocks; the step's last
-            tokens still count.
-        running: number of requests that had a place at that time, those that ended with the step included.
+        held: tokens that the requests' cache blocks had room for at the end of the step, before ended requests freed
+            theirs.
+        running: number of requests that had a place in a micro-batch then, those that ended with the step included.
         waiting: number of requests that waited for a place.
     """
 
@@ -95,11 +96,11 @@ class ServingListener(Protocol):
 class Serving:
     """Serves requests, from their arrival to their last token.
 
-    Each step is of prompts or of decoding: prompts go first, with a decode step between two steps of prompts. A step is
+    Each step is a prefill or a decode step: prefill goes first, with a decode step between two prefill steps. A step is
     submitted while the one before it runs, so that a request that ended with a stop token is in one more step.
 
     Args:
-        places: the places of the plan's capacity, all empty.
+        places: the micro-batches that requests join and leave, and their room in the KV cache; all empty.
         arrivals: the requests, as they arrive and leave.
         admission: chooses which waiting request gets a place next.
         stop_tokens: ids of tokens, each of which ends its request.
@@ -110,7 +111,7 @@ class Serving:
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
         requests: the requests that arrived, by number.
-        occupancy: numbers of requests and tokens in the places at each step.
+        occupancy: numbers of requests and tokens in the micro-batches at each step.
         steps: number of steps that have ended.
         notices: sends the rows of each step to the other nodes; None without other nodes.
     """
@@ -180,17 +181,17 @@ class Serving:
 
     @property
     def running(self) -> int:
-        """Number of requests that have a place now."""
+        """Number of requests that have a place in a micro-batch now."""
         return len(self._places)
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a place now."""
+        """Number of requests that have arrived, and wait for a micro-batch with room."""
         return len(self._waiting)
 
     @property
     def held(self) -> int:
-        """Tokens of the KV cache that the requests' blocks hold now, in whole blocks."""
+        """Number of tokens that the running requests' blocks of the KV cache have room for now."""
         return self._places.held
 
     @property
@@ -217,7 +218,7 @@ class Serving:
             self._waiting = deque(each for each in self._waiting if each.number not in departed)
 
     def _admit(self) -> None:
-        """Give places to waiting requests, in the order of admission, until one finds no place."""
+        """Give waiting requests places in micro-batches, in the order of admission, until one finds no place."""
         if not self._waiting:
             return
         entered = set()
@@ -328,11 +329,11 @@ class Serving:
 async def served_step(
     run_state: RunState, policy: Policy, index: int, rows: Mapping[int, Rows]
 ) -> list[Sampled]:
-    """Have a policy submit a step of requests that join and leave.
+    """Have a policy submit one step of continuous batching.
 
     Args:
         index: the step's number.
-        rows: the step's rows by micro-batch.
+        rows: the step's rows (requests and their new tokens), by micro-batch.
 
     Returns:
         the tasks that sample the step's tokens, each with its requests.

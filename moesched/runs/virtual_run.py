@@ -1,4 +1,4 @@
-"""The builder of virtual runs, for all code that runs plans on the virtual clock."""
+"""Runs plans on the virtual clock, for simulations, the planner and what-if analyses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Perform = Callable[[Task], Any]
 
 
 class VirtualRun:
-    """Runs plans on the virtual clock, each with its own lanes, engine, run state and generation.
+    """A run of one or several plans on the virtual clock, each with its own lanes, engine, run state and generation.
 
     Args:
         ranks: the ranks or nodes of one model. If they have devices, these compute every task as it ends; otherwise
@@ -34,7 +34,7 @@ class VirtualRun:
         decisions: returns the value of a routing or sampling task if no device computes it; by default
             `simulated_decisions`.
         sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
-        make_engine: makes an engine of lanes; by default a checked engine if the environment asks for validation.
+        make_engine: makes the engine of some lanes; by default a checked engine if the environment asks for validation.
         observers: called with each task of the first rank, when it ends.
         recorder: records the tasks of all ranks, for a trace.
         tokens: stop tokens of requests, and the callback for their tokens.

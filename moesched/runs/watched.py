@@ -1,4 +1,4 @@
-"""Observers of runs, and the clean-up at their end: for batches, and for requests that join and leave."""
+"""Observers of runs, and the clean-up at a run's end, for fixed batches and for continuous batching."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Watched(Protocol):
 
     @property
     def run_state(self) -> RunState:
-        """The state that the rank's tasks share."""
+        """The state that all steps of the rank's run share."""
 
 
 def observers_of(
@@ -52,7 +52,7 @@ def observers_of(
 
 @contextmanager
 def closed_at_end(runs: Sequence[Watched]) -> Iterator[None]:
-    """At the end of the context, check the rules of runs with a checked engine, and drop all runs' tasks and errors."""
+    """At the end of the context, check the invariants of runs with a checked engine, and drop all tasks and errors."""
     with ExitStack() as opened:
         for run in runs:
             opened.enter_context(closing(run.run_state))

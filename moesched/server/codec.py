@@ -18,7 +18,11 @@ class Codec(Decodes, Protocol):
     """Conversion between text and token ids."""
 
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
-        """Return a text's token ids; far more than `most` tokens are refused, and `bare` adds no special tokens."""
+        """Return the token ids of a text.
+
+        most: number of tokens from which on, by far exceeded, the text is refused; None for no limit.
+        bare: whether to add no special tokens.
+        """
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of text that a token id stands for."""

@@ -105,7 +105,7 @@ def busy_seconds(serving: Serving) -> dict[str, float]:
 
 
 class LoadMeter:
-    """Observer that tells the front the number of loaded pages of weights, a few times a second."""
+    """Observer that sends the number of loaded pages of weights to the HTTP process, a few times a second."""
 
     def __init__(self, send: Send, pages: int) -> None:
         self._send = send
@@ -114,7 +114,7 @@ class LoadMeter:
         self._told = 0.0
 
     def ended(self, task: Task) -> None:
-        """Count a page if the ended task loaded one, and tell the front, a few times a second at most."""
+        """Count a page if the ended task loaded one; at most a few times a second, send the number."""
         if task.verb != "load":
             return
         self._done += 1
@@ -133,7 +133,10 @@ class Receiver:
         self._send = send
 
     def take(self, message: ToEngine) -> None:
-        """Carry out a message of the front: run a request, drop one, or close; requests that do not fit are refused."""
+        """Carry out a message of the HTTP process: run a request, drop one, or close.
+
+        Requests that do not fit are refused.
+        """
         if isinstance(message, Ask):
             try:
                 request = request_of(message)

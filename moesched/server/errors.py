@@ -61,7 +61,12 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Make the error, of status 400, for a request that cannot be answered; arguments are as for `ApiError`."""
+    """Make the error, of status 400, for a request that cannot be answered.
+
+    Args:
+        param: the field of the request that is at fault.
+        code: OpenAI's short name of the fault.
+    """
     return ApiError(400, message, param=param, code=code)
 
 

@@ -49,6 +49,7 @@ class Form(ABC):
     """Writes the answers to one request in the form of an endpoint.
 
     Args:
+        model: the served model's name.
         scored: whether log probabilities are wanted.
         with_usage: whether each piece of a stream has the field `usage`.
     """

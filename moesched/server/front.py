@@ -29,7 +29,7 @@ PAGE_POLICY = (
 )
 """The page's content security policy: it loads nothing, and asks only the server that it came from."""
 PAGE = (Path(__file__).parent / "page.html").read_bytes()
-"""HTML of a chat beside the lanes of the engine, live."""
+"""HTML of a page with a chat, and with the engine's lanes as they are now."""
 MOST_METHOD = 20
 """Largest number of characters of a method that an error repeats."""
 

@@ -17,13 +17,13 @@ LONGEST_WAIT = 60
 
 
 class Gate:
-    """Counts the answers that run or wait.
+    """Counts the answers that run or wait, and refuses requests beyond a limit.
 
     Refused requests are told to come back at different times, spaced by the rate at which answers end.
 
     Args:
         running: the largest number of answers that run at once.
-        waiting: the largest number of answers that wait beside them.
+        waiting: the largest number of answers that wait.
         clock: returns the time in seconds.
     """
 
@@ -35,7 +35,7 @@ class Gate:
         self._clock = clock
         self._seconds_each = 0.0
         self._ends: deque[float] = deque(maxlen=REMEMBERED + 1)
-        """The time since which all places are taken, then the times at which answers ended; the last ones of many."""
+        """The time at which the server became full, then the ends of answers since; the oldest are dropped."""
         self._promised = 0.0
         """The time at which the request that was refused last is to come back."""
         self._changed = asyncio.Event()

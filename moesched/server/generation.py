@@ -25,13 +25,17 @@ class Prompt(NamedTuple):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the answers to each prompt of a request; the other fields are as in `messages.Ask`.
+    """Settings of the answers to each prompt of a request.
 
     Attributes:
+        new_tokens: the largest number of tokens of an answer.
         answers: number of answers to each prompt.
         stops: texts that end an answer.
         seed: seed of the sampling; None for a random one.
+        logprobs: the number of likeliest tokens to name with each token; None for no log probabilities.
+        echo: whether to give the log probabilities of the prompt's tokens as well.
         prompt_only: whether to return only the prompt, without an answer.
+        user: name of the user who sent the request, for the admission rule.
     """
 
     new_tokens: int

@@ -35,14 +35,14 @@ IDLE = State(0, 0, 0, 0, 0, {})
 
 
 class Arrived(NamedTuple):
-    """A message about an answer, and the answer's index in its group: all answers to one request."""
+    """A message about an answer, and the answer's index among all answers to one HTTP request."""
 
     answer: int
     message: Token | Refused | Broken
 
 
 class Mailbox:
-    """The messages about a group of answers, for the one task that waits for them."""
+    """The messages about all answers to one HTTP request, for the one asyncio task that waits for them."""
 
     def __init__(self) -> None:
         self._arrived: list[Arrived] = []

@@ -26,8 +26,8 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
         number: a number that no other request has.
         ids: the ids of the prompt's tokens.
         new_tokens: the largest number of tokens to generate.
-        temperature, top_k, top_p, seed: see `moesched.requests.sampling.Sampling`.
-        logprobs: the number of likeliest tokens to name beside each token; None for no log probabilities.
+        temperature, top_k, top_p, seed: settings of the sampling.
+        logprobs: the number of likeliest tokens to name with each token; None for no log probabilities.
         echo: whether to give the log probabilities of the prompt's tokens as well.
         user: name of the user who sent the request, for the admission rule.
     """
@@ -68,14 +68,18 @@ class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Message from the engine that weights are loaded, with what it serves.
+    """Message from the engine that weights are loaded: the model that it serves, and the limits of requests.
 
     Attributes:
         model: the model's name.
         policy: the name of the policy.
         predicted: predicted tokens per second with the most requests at once; None unless the planner chose the policy.
         machine: the name of the machine.
-        places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
+        places: number of micro-batches.
+        sequences: the largest number of requests of a micro-batch.
+        cache_tokens: tokens in the KV cache of a micro-batch.
+        prompt_tokens: the most prompt tokens of a micro-batch in a step.
+        context: the largest number of tokens of a request, prompt and answer together.
         vocabulary: the number of tokens that the model knows.
     """
 
@@ -95,7 +99,7 @@ Ending: TypeAlias = Literal["stop", "length"]
 
 
 class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One more token of a request.
+    """Message from the engine with one more token of a request.
 
     Attributes:
         number: the request's number.
@@ -128,7 +132,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The load of the engine; sent after a step, a few times a second at most.
+    """Message from the engine about its load; sent after a step, a few times a second at most.
 
     Attributes:
         running: number of requests that run.

@@ -90,7 +90,9 @@ class Model:
         """Return the most tokens of each answer.
 
         Args:
-            asked: the number that the request gives; None for the default of chats or others, as far as there is room.
+            asked: the number that the request gives; None for the default, or for less where the prompt leaves less
+                room.
+            chat: whether the default is that of chats rather than of completions.
 
         Raises:
             ApiError: prompt and answer together are too long.

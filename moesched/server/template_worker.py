@@ -37,6 +37,10 @@ class GenerationTag(Extension):
 class Renderer:
     """A compiled template, in the environment that Hugging Face's transformers gives to templates.
 
+    Args:
+        text: the template.
+        special: texts of special tokens, by their names in templates, such as "bos_token".
+
     Raises:
         TemplateError: the text is no template.
     """

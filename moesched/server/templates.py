@@ -50,7 +50,9 @@ class PlainTemplate:
 
 
 class ModelTemplate:
-    """A model's template, rendered by `moesched.server.template_worker`, which is started again after it was ended.
+    """A model's template, rendered by a process of its own (`moesched.server.template_worker`).
+
+    If the process ends, because rendering took too long or the process was killed, the next rendering starts a new one.
 
     Args:
         seconds: the time that rendering may take.
@@ -149,7 +151,7 @@ async def rendering(template: ChatTemplate | None) -> AsyncIterator[Renders]:
 
 
 async def _asked(worker: asyncio.subprocess.Process, question: object) -> dict[str, str] | None:
-    """Send a question to the worker process, and return its reply; None if the process ended or replied too much."""
+    """Send a question to the worker process; return its reply, None if the process ended or the reply is too long."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(question).encode() + b"\n")

@@ -1,1 +1,1 @@
-"""Serving: requests that join and leave between steps, on the policies that run batches."""
+"""Continuous batching: requests join and leave between steps, with the same policies that run fixed batches."""

@@ -15,7 +15,7 @@ MOST_USERS = 10_000
 class Admission(Protocol):
     """Rule that orders the waiting requests.
 
-    The first request that finds no place ends the search: others do not overtake it, so that all run in the end.
+    A request that finds no room also holds up the requests behind it in the order, so that all requests run in the end.
     """
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:

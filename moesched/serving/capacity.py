@@ -1,4 +1,4 @@
-"""The memory that a plan reserves for requests that join and leave."""
+"""The most requests and tokens that may run together in continuous batching, for which a plan reserves memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from moesched.requests.batching import BatchSizes
 from moesched.serving.request import Request
 
 PROMPT_TOKENS = 2048
-"""Prompt tokens of a place in a step, so that requests that come together do not wait for each other's prompts."""
+"""Prompt tokens of a micro-batch in a step, so that requests that come together do not wait for each other."""
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The most that the requests in each place may take. A place is a micro-batch whose requests change.
+    """The largest numbers of requests and tokens in continuous batching.
+
+    A place is a micro-batch whose requests change from step to step.
 
     Attributes:
         places: the number of places.

@@ -1,4 +1,4 @@
-"""Requests that other threads hand over while a run serves them."""
+"""Requests that other threads, such as a server's, hand over while a run serves them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LiveArrivals:
         self._waiting: asyncio.Future[None] | None = None
 
     def add(self, request: Request) -> None:
-        """Add a request; it arrives at the time at which the run next asks for news."""
+        """Add a request; it arrives at the time at which the run next asks for new requests."""
         with self._lock:
             self._news.came.append(request)
             self._wake()

@@ -14,10 +14,11 @@ NEVER = -1
 
 
 class Seat:
-    """A running request, with its place and its progress.
+    """A running request, with the micro-batch that it joined and its progress.
 
     Attributes:
-        place: the number of the request's place.
+        request: the request.
+        place: the number of the micro-batch.
         cached: number of the request's tokens that passed the layers before the next step.
         tokens_left: number of tokens that may still be sampled for the request.
         last_step: number of the last step that the request was part of; `NEVER` if it was part of none.
@@ -72,7 +73,12 @@ class Seat:
 
 
 class _Place:
-    """The requests of one place, and the number of tokens that they take in its KV cache, in whole blocks."""
+    """One micro-batch whose requests change, and the tokens that these take in its KV cache.
+
+    Attributes:
+        seats: the requests in it, by number.
+        held: tokens that they take in the KV cache, in whole blocks.
+    """
 
     def __init__(self) -> None:
         self.seats: dict[int, Seat] = {}
@@ -82,7 +88,7 @@ class _Place:
 
 
 class Places:
-    """The places of a capacity, and the requests in them.
+    """The micro-batches of a capacity (places), and the requests that run in them.
 
     A request keeps its place until all of its tokens are generated or `leave` is called. The request's KV cache blocks
     are freed once `collected` is called for the last step that it was part of, since tasks may write to them until
@@ -155,7 +161,10 @@ class Places:
             self._leaving.add(request)
 
     def collected(self, step: int) -> None:
-        """Free the blocks of requests that are done and were part of no step after this one."""
+        """Note that the results of a step are known: free the blocks of requests that are done and in no later step.
+
+        step: the step's number.
+        """
         done = [seat for seat in self._seats.values() if self._is_over(seat) and seat.last_step <= step]
         for seat in done:
             self._free(seat)

@@ -33,17 +33,17 @@ from moesched.steps.read_only import ReadOnly
 
 
 class BatchBytes(ReadOnly):
-    """Sizes in bytes of what one batch needs on one model, beside weights and KV caches.
+    """Sizes in bytes of what one batch needs on one model, without weights and KV caches.
 
     Args:
         batch: the requests and their division into micro-batches.
-        chunks: the chunk of each prefill micro-batch, by number; there are more than decode micro-batches where prompts
-            are cut.
+        chunks: for each micro-batch of prefill, by number, the part of the prompts that it takes; where long prompts
+            are cut, there are more of them than micro-batches of decode.
         operations: sizes of the model's data.
         on_gpu: whether the accelerator is a GPU with a memory of its own.
 
     Attributes:
-        staying: activations that live across layers, of all micro-batches.
+        staying: activations of all micro-batches that are kept from layer to layer.
         workspace: workspace of the kernels, for the largest micro-batch.
         unpacked: workspace into which a GPU unpacks rows of weights that are stored as codes and scales.
         in_decode: activations within a layer of all micro-batches, in decode.
@@ -88,9 +88,10 @@ class BatchBytes(ReadOnly):
         self._seal()
 
     def _scattered_tokens(self, chunk: Chunk, *, on_gpu: bool) -> int:
-        """Return the most tokens of a chunk's requests whose keys and values are copied together from scattered blocks.
+        """Return the most tokens of a chunk's requests whose keys and values are gathered from scattered cache blocks.
 
-        The number is 0 unless requests join and leave. On a CPU only prompts are copied: decode steps read the blocks.
+        The number is 0 without continuous batching. On a CPU only prompts are gathered: decode reads the blocks in
+        place.
         """
         if not self._batch.served:
             return 0
@@ -103,7 +104,7 @@ class BatchBytes(ReadOnly):
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
     def host_rows(self, attended: Iterable[int], *, routed: bool) -> int:
-        """Return the bytes of the host's buffers for rows that micro-batches exchange with an accelerator in decode.
+        """Return the bytes of the host's buffers for the rows that it exchanges with an accelerator in decode.
 
         Each micro-batch has a buffer of its own.
 
@@ -120,7 +121,7 @@ class BatchBytes(ReadOnly):
         )
 
     def host_prompt_rows(self, in_flight: int) -> int:
-        """Return the bytes of the host's buffers for prompt rows that experts run there.
+        """Return the bytes of the host's buffers for rows of prompts whose experts run on the host.
 
         in_flight: number of micro-batches that are within a layer at once; the largest ones are counted.
         """
@@ -143,7 +144,7 @@ class BatchBytes(ReadOnly):
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]
 
     def replayed(self, *, loads: bool) -> int:
-        """Return the bytes of the fixed places in a GPU's memory for results and tables of kernels that graphs replay.
+        """Return the bytes of GPU memory at fixed addresses, which replayed CUDA graphs use for results and tables.
 
         loads: whether keys and values are loaded from the host.
         """
@@ -166,9 +167,10 @@ class BatchBytes(ReadOnly):
         return rows * exchanged_bytes(self._operations)
 
     def device_kv(self, micro_batches: Iterable[int]) -> int:
-        """Return the bytes of one layer's keys and values on the accelerator, for the prompts that are cut into chunks.
+        """Return the bytes on the accelerator of one layer's keys and values of prompts that are cut into chunks.
 
-        Whole prompts count, even where a layer has a sliding window: the next layer reuses the memory.
+        The bytes are for the case that the KV cache is on the host. Whole prompts count, even where a layer has a
+        sliding window; the next layer reuses the memory.
 
         micro_batches: numbers of the micro-batches to count; those whose prompts are not cut need no bytes.
         """

@@ -1,4 +1,4 @@
-"""Claims: needs of a memory for the whole run, and the equal parts that a claim consists of."""
+"""Claims: the bytes that one user of a memory, such as a pool, needs for the whole run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 
 class Parts(NamedTuple):
-    """The equal parts that a claim's bytes consist of: `number` parts, named by `unit`, such as "slots" or "tokens"."""
+    """The equal parts of the bytes that a user of a memory needs, such as the slots of a pool.
+
+    Attributes:
+        number: number of parts.
+        unit: their name in messages, such as "slots" or "tokens".
+    """
 
     number: int
     unit: str
@@ -22,7 +27,7 @@ class Parts(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A need of a memory for the whole run.
+    """The bytes of a memory that one of its users needs for the whole run.
 
     Attributes:
         what: the user of the bytes in words, the subject of the message "... needs N bytes".

@@ -7,12 +7,12 @@ from moesched.steps.plan import Plan
 
 
 def lanes_contend(plan: Plan) -> bool:
-    """Test whether tasks on one lane of a plan's machine slow tasks on other lanes."""
+    """Test whether a task that runs on one lane slows down tasks on other lanes."""
     return devices_contend(plan) or host_contends(plan)
 
 
 def devices_contend(plan: Plan) -> bool:
-    """Test whether the devices of a plan's machine slow each other down.
+    """Test whether processors and links slow each other down.
 
     True if accelerator and host share a memory, if several stages share links, or if contention was measured.
     """
@@ -22,8 +22,8 @@ def devices_contend(plan: Plan) -> bool:
 def host_contends(plan: Plan) -> bool:
     """Test whether a plan's host computes from the memory that transfers to the accelerator read at the same time.
 
-    False for a machine whose processors and memories name no class of hardware, and for one with measured costs, since
-    the rates of such machines are used as they are.
+    False if the machine's profile has measured costs, or names no class of hardware for its processors: rates of such a
+    machine are used as they are.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

@@ -122,11 +122,11 @@ def _for(pages: Sequence[Page]) -> str:
 
 
 def _taken_by(cache: str, given: object) -> Eviction:
-    """Mark an eviction rule, or a new object of a class of rules, as taken by a cache, and return it.
+    """Give an eviction rule to a cache, so that no other cache can use it; return the rule.
 
     Args:
         cache: the cache's name in messages.
-        given: an eviction rule, or a class of them.
+        given: an eviction rule, or a class of rules, of which an object is made.
 
     Raises:
         PolicyError: `given` is no eviction rule, belongs to another cache, or is a class whose constructor needs

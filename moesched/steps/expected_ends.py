@@ -1,4 +1,4 @@
-"""Expected ends of submitted tasks, found by playing the lanes ahead with the times of a cost model."""
+"""Expected ends of submitted tasks, found by simulating the lanes with the times of a cost model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesched.stream_edges import followers_on_device
 from moesched.tasks import DONE, RUNNING, Join, Lane, Task, Work
 
 Price = Callable[[Work], int]
-"""Returns the nanoseconds that a work takes if it runs alone."""
+"""Returns the nanoseconds that a task with this `Work` (FLOPs and bytes) takes if it runs alone."""
 
 
 class ExpectedEnds(NamedTuple):
@@ -37,7 +37,7 @@ def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price:
         lanes: the lanes of the engine.
         asked: further tasks whose ends are wanted.
         now: the time now in nanoseconds; ends are on the same clock.
-        price: returns the nanoseconds of a work.
+        price: returns the nanoseconds that a task takes, from its `Work`.
     """
     tasks = _unsettled(lanes, asked)
     ends = _Lookahead(tasks, price).play(now)
@@ -71,7 +71,10 @@ def _waiting_for(task: Task) -> list[Task]:
 
 
 class _Lookahead:
-    """A simulation of tasks that have not ended. A lane runs one task at a time: the ready one with the lowest key."""
+    """A simulation of the tasks that have not ended.
+
+    A lane runs one task at a time. Of the ready ones, it takes the one with the lowest `Task.key`, its priority.
+    """
 
     def __init__(self, tasks: Mapping[int, Task], price: Price) -> None:
         self._tasks = tasks

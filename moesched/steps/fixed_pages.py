@@ -1,4 +1,4 @@
-"""Pages that stay in a memory for the whole run: kept there by a plan, or there from the start for the host to use."""
+"""Pages that stay in a memory for the whole run: kept there by a plan, or stored there and read by the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class FixedPages(Pool):
         return sum(slot.nbytes for slot in self._slots)
 
     def claims(self, free: int) -> Iterable[Claim]:
-        """Return one claim for all pages, or, where they do not fit in `free` bytes, one for each page."""
+        """Return the bytes to reserve: one sum for all pages or, if it exceeds `free`, the bytes of each page.
+
+        The first page whose bytes do not fit is then named in the error.
+        """
         total, pages = self.nbytes, len(self._slots)
         if total <= free:
             return [Claim(f"{pages} pages, kept in {self.memory.name}", total)]

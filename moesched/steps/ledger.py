@@ -1,4 +1,4 @@
-"""Checks of the ledger: whether the accounts of memories, pools and views agree about bytes, pages and slots."""
+"""Checks that memories, pools and views (the slots that kernels read) agree about bytes, pages and slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ledger:
         self._views: list[Views[Any]] = []
 
     def add(self, memories: Iterable[Memory], pools: Iterable[Pool], views: Iterable[Views[Any]]) -> None:
-        """Add memories, pools and views to be checked."""
+        """Add memories, pools and views, to be checked later."""
         self._memories += memories
         self._pools += pools
         self._views += views
@@ -70,7 +70,11 @@ def _pool_problems(pool: Pool) -> list[str]:
 
 
 def view_problems(views: Views[Any]) -> list[str]:
-    """Return a line of text for each slot of an open view that holds another page by now or does not list the view."""
+    """Check that open views and slots agree: a slot holds the page that a view reads there, and lists the view.
+
+    Returns:
+        A line of text for each slot where this is not so.
+    """
     problems = []
     for key, view in views.open.items():
         for page, slot in zip(view.pages, view.slots, strict=True):

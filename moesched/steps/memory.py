@@ -28,7 +28,12 @@ Replacement = Literal["ring", "lru", "none"]
 
 
 class Memory(ReadOnly):
-    """One tier of memory with a budget in bytes, and a table of the slots that hold pages."""
+    """One memory of the machine, with a budget in bytes and a table of the slots that hold pages.
+
+    Args:
+        name: the memory's name in the machine's profile.
+        capacity: the budget in bytes.
+    """
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -72,7 +77,7 @@ class Memory(ReadOnly):
         self._peak = max(self._peak, self._used)
 
     def require(self, what: str, nbytes: int) -> None:
-        """Check that bytes in use at another time than the plan's, such as during loading, fit the budget.
+        """Check that bytes in use before the first step, such as those of loading, fit the budget.
 
         The bytes count for the peak, and are not reserved.
 
@@ -125,7 +130,7 @@ class Slot(Block):
         page: the page that it holds; None while it is empty.
         read: number of the last step that read the page. Before any step read the page, the way in which it came:
             `LOADED` before the first step, `FETCHED` on demand, or `SPECULATED` by a speculative fetch.
-        views: the open views that read the page.
+        views: the open views that show the page; a view is the set of slots that one kernel reads.
     """
 
     __slots__ = ("fixed", "index", "page", "pool", "read", "views")
@@ -150,7 +155,8 @@ class Pool(ReadOnly):
     """Page slots of one size in one memory, allocated once for the whole run.
 
     Empty slots are filled first. When there are none, a `ring` replaces the oldest page, `lru` the least recently used
-    one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` chooses the page. Only `reserve` takes the bytes.
+    one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` chooses the page. Making a pool takes no bytes of
+    the memory's budget: `reserve` does.
 
     Args:
         name: the pool's name in messages and reports.
@@ -232,7 +238,7 @@ class Pool(ReadOnly):
 
         Args:
             pages: pages that are not in the memory.
-            engine: gets the edges of the evicted pages' readers.
+            engine: the engine, which then has the next writer of a slot wait for the evicted page's readers.
             arrival: the way in which the next submitted task brings the pages: `LOADED`, `FETCHED` or `SPECULATED`.
             step: the step that brings them; -1 before the first one.
 
@@ -268,7 +274,7 @@ class Pool(ReadOnly):
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
-        """Empty a slot; the next task that writes to the slot waits for all that read its page, in a view or not."""
+        """Empty a slot; the next task that writes to the slot waits for all tasks that read its page."""
         self._forget(slot, engine)
         slot.page = None
         self._empty.append(slot)
@@ -310,7 +316,11 @@ class Pool(ReadOnly):
             self._held.move_to_end(slot.page.id)
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
-        """Take the page that is to be replaced next out of its slot, and return the slot, which `page` then gets.
+        """Free the slot of the page that the pool's rule replaces next, and return the slot.
+
+        Args:
+            page: the page that gets the slot, for messages.
+            engine: the engine of the run.
 
         Raises:
             OverBudget: the pool replaces no pages by itself, or holds none.
@@ -340,7 +350,7 @@ def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
     """Note that a task of `tokens` rows of the step `step` reads the pages in these slots.
 
     Returns:
-        whether a pool of these slots has to be told of every use; if not, the first use in each step is enough.
+        whether later reads in the same step have to be noted as well, since a pool's replacement rule counts every use.
     """
     every_use = False
     for slot in slots:
@@ -408,5 +418,5 @@ def _vacate_lost(page: Page, held: Slot, taken: Sequence[Slot], engine: Engine) 
 
 
 def lost(slot: Slot) -> BaseException | None:
-    """Return the error of a slot's transfer that failed or was cancelled; None for any other transfer."""
+    """Return the error of the transfer that should have filled a slot; None unless it failed or was cancelled."""
     return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

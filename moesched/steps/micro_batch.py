@@ -12,7 +12,7 @@ from moesched.steps.verbs.table import START, VERBS, Verb
 from moesched.tasks import Block, Lane, Phase, Task, Work, phase_after
 
 BoundVerb: TypeAlias = "tuple[Lane | None, Work | None, tuple[Block, ...], tuple[Block, ...]]"
-"""A verb's lane and work, and the blocks that its task reads and writes."""
+"""A verb's lane, its `Work` (FLOPs and bytes), and the blocks of data that its task reads and writes."""
 
 _NAMES = [verb.name for verb in VERBS]
 
@@ -32,10 +32,10 @@ class HostOutput(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a micro-batch's data in a step, and the blocks that each verb reads and writes, by verb number.
+    """The blocks of one micro-batch in a step: named pieces of data, through which its tasks depend on each other.
 
-    On a machine with one memory the blocks on the host are the same objects as the ones on the accelerator. A chunk has
-    the blocks for tokens and positions of the micro-batch that it is part of.
+    On a machine with one memory the blocks on the host are the same objects as the ones on the accelerator. A chunk of
+    prompts shares the blocks for tokens and positions with the other chunks of its micro-batch.
 
     Args:
         index: the micro-batch's number, for the blocks' names.
@@ -142,10 +142,11 @@ class MicroBatch:
         starts: for each of these requests, the number of its tokens before the step.
         tokens: for each of these requests, the number of its new tokens in the step.
         ends: the requests for which the step samples a token.
-        generated: number of tokens that each sequence generated before the step; the least of them, where requests join
-            and leave.
+        generated: number of tokens that each sequence generated before the step; in continuous batching, the least of
+            these numbers.
         phase: "prefill" or "decode".
-        served: the rows of the step, where requests join and leave; None in a batch.
+        served: the rows of the step in continuous batching, where requests join and leave between steps; None in a
+            fixed batch.
         progress: the layers and verbs of the step that the micro-batch has been through, as one number: `STRIDE` values
             for each layer.
         last: the task that brought the micro-batch to this progress.
@@ -154,8 +155,9 @@ class MicroBatch:
         routing: the state of its experts in the present layer.
         activations: the block of its activations within a layer, where the plan limits these; else None.
         stage: the pipeline stage that it is at.
-        works: the work of each verb at that stage, in the present kind of layer, by the verb's name.
-        works_at: such works by the stage's number, then by the number of the kind of layer.
+        works: the `Work` (FLOPs and bytes) of each verb at that stage, in the present kind of layer, by the verb's
+            name.
+        works_at: the same by the stage's number, then by the number of the kind of layer.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         routes: whether it has used `route` rather than `post_attention`, so that a layer is several tasks after
             attention.
@@ -235,7 +237,7 @@ class MicroBatch:
         self.starts, self.tokens = starts, tokens
 
     def serve(self, rows: Rows) -> None:
-        """Begin a step of the micro-batch with these rows, where requests join and leave."""
+        """Begin a step of continuous batching, in which the micro-batch holds these rows of requests."""
         self.served = rows
         self.requests, self.starts, self.tokens, generated, *_ = zip(*rows.rows, strict=True)
         self.ends = tuple([row.request for row in rows.rows if row.ends])
@@ -244,7 +246,7 @@ class MicroBatch:
 
     @property
     def embeds(self) -> tuple[int, ...] | Rows:
-        """Operands of the task `embed`: requests' numbers or, where requests join and leave, the step's rows."""
+        """Operands of the `embed` task: requests' numbers or, in continuous batching, the step's rows."""
         return self.requests if self.served is None else self.served
 
     def keep(self, requests: tuple[int, ...]) -> None:
@@ -252,13 +254,16 @@ class MicroBatch:
         self.requests = self.ends = requests
 
     def enter(self, stage: PipelineStage, kind: int) -> None:
-        """Move to a pipeline stage and the kind of layer `kind`, so that later verbs use their lanes and works."""
+        """Move to a pipeline stage and a kind of layer, so that later verbs use their lanes and costs.
+
+        kind: number of the kind of layer; layers of equal shape are of one kind.
+        """
         self.stage = stage
         self.works = self.works_at[stage.number][kind]
         self.bound = self._bound_at[stage.number][kind]
 
     def bind(self, stages: Sequence[PipelineStage], works_at: list[list[dict[str, Work]]]) -> None:
-        """Set the lanes and works of the micro-batch's verbs at each of these pipeline stages.
+        """Set the lanes and works (FLOPs and bytes) of the micro-batch's verbs at each of these pipeline stages.
 
         works_at: the works by the stage's number, then by the number of the kind of layer, then by the verb's name.
         """
@@ -273,7 +278,10 @@ class MicroBatch:
         ]
 
     def rebind(self, verb: Verb, stage: PipelineStage, kind: int, work: Work) -> None:
-        """Set the work of one verb, at one pipeline stage and in the layers of the kind with the number `kind`."""
+        """Set the work (FLOPs and bytes) of one verb at one pipeline stage, in layers of one kind.
+
+        kind: number of the kind of layer.
+        """
         self.works_at[stage.number][kind][verb.name] = work
         bound = self._bound_at[stage.number][kind]
         lane, _, reads, writes = bound[verb.number]

@@ -1,10 +1,11 @@
 """The tasks of a verb where several nodes run a model: kernels, and the exchanges between the nodes.
 
-Where nodes share a model's experts (`Plan.place_experts`), these verbs are more than one task:
+Where nodes share a model's experts (`Plan.place_experts`), `combine` is more than one task:
 
     combine          partial_sum, all_reduce, combine
 
-Every node attends, routes and samples, with equal results. In a centralised plan only the first node does:
+Every node attends, routes and samples, with equal results. In a centralised plan only the first node does, and three
+verbs are more than one task:
 
     route            on the first node: route, broadcast                on the others: broadcast, route
     combine          on the first node: partial_sum, gather, combine    on the others: partial_sum, gather
@@ -27,7 +28,7 @@ from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Lane, Task
 
 SUM, ROWS, TOKENS = "sums", "routed rows", "tokens"
-"""The operands of exchanges: the data that they carry."""
+"""The kinds of data that exchanges between nodes carry; operands of their tasks."""
 
 TOKEN_BYTES = 8
 
@@ -114,7 +115,7 @@ class NodeTasks(SplitVerbs):
         return part
 
     def _amount(self, verb: str, data: str, rows: int) -> Amount:
-        """Return the work of an exchange: bytes through the network card of the busiest node, in its busier direction.
+        """Return the bytes that an exchange moves through the busiest node's network card, in its busier direction.
 
         Args:
             verb: the kind of exchange: "broadcast", "gather" or "all_reduce".

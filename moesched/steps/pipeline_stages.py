@@ -1,4 +1,4 @@
-"""The stages of a pipeline, each an accelerator with the layers that it computes. Without a pipeline there is one."""
+"""The stages of a pipeline, each an accelerator with the layers that it computes; one stage without a pipeline."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ STAGE_LANES: tuple[StageLane, ...] = get_args(StageLane)
 
 class PipelineStage:
     """One accelerator of a pipeline: the accelerator's lanes, and the views of pages in its memory.
+
+    A view is the set of slots that hold the pages of one expert, dense part or layer, for kernels to read.
 
     Attributes:
         number: the stage's number, from 0.

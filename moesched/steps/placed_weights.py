@@ -99,10 +99,10 @@ class PlacedWeights(ReadOnly):
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
-        """Have the host compute with pages in the memory where weights live, if they stay in no other memory.
+        """Have the host compute with pages in the memory where weights are stored, unless they stay in another memory.
 
         Args:
-            memory: the memory where weights live.
+            memory: the memory where weights are stored.
             pages: the pages to choose from.
             both: ids of pages that the host computes with as well, although they stay in another memory.
         """

@@ -1,6 +1,6 @@
 """The plan of a run: everything that a policy decides before the first step.
 
-A policy gets a Plan that describes the model, the machine and the batch. It declares where the KV cache lives, which
+A policy gets a Plan that describes the model, the machine and the batch. It declares where the KV cache is, which
 pages stay in fast memory, which pools the others stream through, and how lanes issue tasks. The order of declarations
 does not matter: memory is reserved when all are known, and each reservation is checked against the memory's budget.
 """
@@ -58,7 +58,7 @@ class Plan(PlanFacts):
     """
 
     def limit_in_flight(self, micro_batches: int) -> None:
-        """Promise that in prefill at most `micro_batches` are within a layer at once; by default all of them may be.
+        """Declare that in prefill at most `micro_batches` are within a layer at once; by default all of them may be.
 
         A micro-batch is within a layer from its `pre_attention` to the last of `post_attention` or `combine` and
         `offload_kv`. The fewer, the less memory their activations need.
@@ -144,7 +144,7 @@ class Plan(PlanFacts):
         """Have steps answer questions about time: `arrived`, `seconds_until` and `seconds_until_idle`.
 
         Raises:
-            BadInput: several ranks or nodes run the policy; they must decide alike, and their clocks differ.
+            BadInput: several ranks or nodes run the policy; their decisions must be equal, and their clocks differ.
         """
         if self.layout.config.ranks > 1 or self.nodes.count > 1:
             raise BadInput(

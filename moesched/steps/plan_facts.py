@@ -22,7 +22,7 @@ from moesched.steps.roles import Role, role_named
 from moesched.system.cells import html_of
 
 VERBS_OF_A_LAYER = 20
-"""Upper bound of the tasks of a layer beside its experts."""
+"""Upper bound of the tasks of a layer, without those of its experts."""
 
 
 class PlanFacts(Declarations):

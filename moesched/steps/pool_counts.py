@@ -1,4 +1,4 @@
-"""Counts the pages that a pool fetched, the uses that found their page in the pool, and the pages never read."""
+"""Counts of a pool: pages fetched, uses that found their page there or did not, and pages that were never read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PoolCounts:
             self.log.append((submitted + self.skipped, self.now()))
 
     def repeat(self, since: Counted, times: int, submitted: int, tasks: int) -> None:
-        """Count further steps that were not run; each adds as much as the last step, the counts now minus `since`.
+        """Count further steps that were not run, each with the counts of the last step that ran.
 
         Args:
             since: the counts before the step that is repeated.

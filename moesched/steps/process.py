@@ -1,4 +1,4 @@
-"""The memory of the process that runs a plan, beside the plan's own weights, KV cache and buffers."""
+"""The memory of the process that runs a plan, apart from the plan's own weights, KV cache and buffers."""
 
 from __future__ import annotations
 

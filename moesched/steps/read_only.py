@@ -10,7 +10,7 @@ from moesched.errors import PolicyError
 class ReadOnly:
     """Base of classes whose public attributes are set in `__init__`, which ends with `_seal()`, and never again.
 
-    Names with an underscore are the object's own state, and can always be set.
+    Names with an underscore can always be set.
     """
 
     _sealed = False

@@ -123,11 +123,11 @@ class KVPlan(NamedTuple):
     slot_bytes: int
 
     def held_by(self, role: Role) -> list[int]:
-        """Return the micro-batches whose KV cache is in the memory `role`, in all layers or in some."""
+        """Return the numbers of the micro-batches whose KV cache is in the memory `role`, in all layers or in some."""
         return [number for number, holders in enumerate(self.roles) if role in holders]
 
     def layers_held_by(self, role: Role, micro_batch: int) -> tuple[int, ...]:
-        """Return the layers in which a micro-batch's KV cache is in the memory `role`."""
+        """Return the numbers of the layers in which a micro-batch's KV cache is in the memory `role`."""
         return tuple(layer for layer, holder in enumerate(self.roles[micro_batch]) if holder == role)
 
     @property
@@ -221,7 +221,10 @@ class Reservations(ReadOnly):
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
 
     def cache_bytes(self, micro_batches: Iterable[int], layers: Iterable[int]) -> int:
-        """Return the bytes of the KV caches of micro-batches in these layers at the end of the generation; cached."""
+        """Return the bytes of the KV caches of micro-batches in these layers at the end of the generation.
+
+        Results are kept for later calls.
+        """
         key = tuple(micro_batches), tuple(layers)
         if key not in self._cached:
             batch, (numbers, of_layers) = self._batch, key
@@ -230,7 +233,10 @@ class Reservations(ReadOnly):
         return self._cached[key]
 
     def _tokens_of(self, micro_batches: Iterable[int]) -> int:
-        """Return the number of tokens in the KV caches of micro-batches at the end of the generation; cached."""
+        """Return the number of tokens in the KV caches of micro-batches at the end of the generation.
+
+        Results are kept for later calls.
+        """
         key = tuple(micro_batches)
         if key not in self._tokens:
             batch = self._batch
@@ -243,7 +249,7 @@ class Reservations(ReadOnly):
             yield Reservation(self._host, "all weights", self._weight_bytes(nodes), "weights")
 
     def _weight_bytes(self, nodes: NodeShare) -> int:
-        """Return the bytes of all weights that this node uses, in slots of the device; cached."""
+        """Return the bytes of all weights that this node uses, in slots of the device; kept for later calls."""
         if nodes not in self._of_nodes:
             self._of_nodes[nodes] = sum(map(self._slot_bytes, nodes.pages(self._layout)))
         return self._of_nodes[nodes]

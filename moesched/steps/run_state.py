@@ -38,8 +38,9 @@ class RunState:
         micro_batches: the micro-batches of decode steps.
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else the same as `micro_batches`.
         present: the micro-batches of the present or next step: some hold prompts, others decode.
-        stages: the stages of the pipeline; `stage_of` has the stage of each layer.
-        works: makes the `Work` objects of tasks.
+        stages: the stages of the pipeline.
+        stage_of: for each layer, its stage.
+        works: makes the `Work` objects of tasks, which hold FLOPs and bytes.
         kv_slots: the buffers that `load_kv` fills, of all stages.
         free_activations: free blocks of activations, one for each micro-batch that may be within a layer in prefill,
             where the plan limits these.
@@ -113,9 +114,9 @@ class RunState:
         return {batch.index - first: batch for batch in self.present}
 
     def serve(self, rows: Mapping[int, Rows]) -> None:
-        """Have micro-batches take part in the next step.
+        """Set the micro-batches of the next step of continuous batching.
 
-        rows: by the micro-batch's number, its rows of requests that join and leave.
+        rows: by the micro-batch's number, the new tokens of its requests in that step.
         """
         self.present = [self.micro_batches[number] for number in rows]
         for batch in self.present:

@@ -41,7 +41,12 @@ class SplitVerbs:
         after: Sequence[Task] = (),
         priority_class: int = 0,
     ) -> Task:
-        """Submit a verb's task, or all tasks of a split verb; arguments are as for `Engine.submit`.
+        """Submit a verb's task, or all tasks of a split verb.
+
+        Args:
+            reads, writes: blocks of data that the verb reads and writes.
+            after: further tasks that the verb waits for.
+            priority_class: the tasks' priority on their lanes; lower ones go first.
 
         Returns:
             the verb's handle: the task whose result a policy awaits, or else the last task.
@@ -64,7 +69,7 @@ class SplitVerbs:
         return part_of(task, Kernel, task.lane, work, verb, task.operands)
 
     def _work(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
-        """Make the `Work` of one task of a split verb, with the rows and the kind of layer of the verb's own task.
+        """Make the `Work` (FLOPs and bytes) of one task of a split verb, with the rows and layer of the verb's task.
 
         Args:
             kind: the part's kind of operation.

@@ -1,8 +1,8 @@
 """The verbs with which a policy schedules one prefill or decode step.
 
-Each verb submits one task and returns its handle. A verb checks that its input is there and notes the progress of the
-micro-batch, so a schedule that drops, repeats or swaps a verb is refused at the policy's own line, on a virtual clock
-exactly as on hardware. Order, place and look-ahead belong to the policy; nothing here chooses them.
+Each verb submits one task and returns its handle. A verb checks that its input is there, and notes the progress of the
+micro-batch. So a schedule that drops, repeats or swaps a verb is refused at the policy's own line, in simulations as on
+hardware. The policy alone chooses the order of verbs, the processors and the look-ahead.
 
 In every layer a micro-batch takes one of these paths (from the table in `verbs/table.py`; see docs/verbs.md):
 
@@ -13,14 +13,15 @@ In every layer a micro-batch takes one of these paths (from the table in `verbs/
     attended --route--> routed --combine--> input of the next layer
     output of the last layer --sample--> sampled --embed--> input of the first layer
 
-Between `route` and `combine`, every expert that tokens were routed to must `run_expert`: on all rows at once, together
-with other micro-batches, or range by range.
+Between `route` and `combine`, every expert that tokens were routed to must run by `run_expert`: on all rows at once,
+together with other micro-batches, or range by range.
 
-In prefill a micro-batch may be a chunk of long prompts (see `chunks.py`). It continues the chunk before it in
-`Step.micro_batches`, which must be embedded first, and attended to first in each layer. `sample` does nothing for a
-chunk in which no prompt ends.
+In prefill a micro-batch may be a chunk: a part of long prompts. It continues the chunk before it in
+`Step.micro_batches`. The earlier chunk must be embedded first, and its attention must come first in each layer.
+`sample` does nothing for a chunk in which no prompt ends.
 
-With several beams, `embed` of a decode step is preceded by a task that has every beam continue its parent.
+With several beams, a decode step's `embed` first submits a task that gives every beam the KV cache of the beam that it
+continues.
 
 `preview_route` guesses the choices of a later layer's router: it reads a routed micro-batch's hidden state and changes
 nothing.
@@ -139,8 +140,8 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """End the step; the framework calls this once the policy's method has ended.
 
         Returns:
-            for each micro-batch that sampled, (its requests, its `sample` task); where requests join and leave, also
-            for each other micro-batch, (no requests, its last task).
+            for each micro-batch that sampled, (its requests, its `sample` task); in continuous batching, also for each
+            other micro-batch, (no requests, its last task).
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.

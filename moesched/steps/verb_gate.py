@@ -30,7 +30,7 @@ class VerbGate:
         self.thread = NOBODY
 
     def open(self) -> None:
-        """Allow the current thread to call verbs."""
+        """Allow the current thread, which runs the policy, to call verbs."""
         self.thread = get_ident()
 
     def close(self) -> None:

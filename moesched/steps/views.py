@@ -19,19 +19,21 @@ K = TypeVar("K", bound=Hashable)
 class View(Generic[K]):
     """The slots of several pages, as a kernel reads them.
 
-    In the engine a view is a join, one node that stands for the transfers of all pages: n kernels that read n pages
-    through a view need 2n edges instead of n². On streams there are n² edges and no join: an edge between two
-    tasks of a device costs the host nothing, a join would. A view lasts until one of its slots is given another page;
-    the transfer of that page waits for every kernel that read through the view.
+    A view lasts until one of its slots is given another page. The transfer of that page waits for every kernel that
+    read through the view.
+
+    In the engine a view is a join, a node of the task graph that stands for the transfers of all its pages: n kernels
+    that read n pages then need 2n edges instead of n². Where tasks are issued to streams there is no join, as edges
+    between tasks of one device cost the host nothing.
 
     Attributes:
         owner: the open views of the memory.
         key: identifies the pages, such as (layer, expert).
         pages, slots: the pages, and the slot that holds each.
         bound: the weights as the device's kernels read them, set by the device; None before that.
-        noted: the last step in which a use was noted; `LOADED` for good where a pool has to be told of every use.
+        noted: the last step in which a use was noted; `LOADED` (-1) for good where every use has to be noted.
         moving: the slots whose pages may be replaced.
-        block: the block that the join writes; None without a join.
+        block: the block of data that the join writes; None without a join.
         reads: the blocks that a kernel which reads through the view depends on.
     """
 

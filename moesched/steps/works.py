@@ -1,4 +1,4 @@
-"""Makes the `Work` objects of a run's tasks: FLOPs and bytes. Tasks with equal demands share one object."""
+"""Makes the `Work` objects of a run's tasks, which hold FLOPs and bytes; tasks with equal demands share one object."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 """Verbs whose work differs from step to step, since the KV cache grows."""
 
 IN_FIXED_STEPS = ("pre_attention", "post_attention", "sample")
-"""Verbs beside attention whose kernels the first task of a fixed step launches, so that their own tasks launch none."""
+"""Verbs other than attention that launch no kernels in a fixed step, which `embed` launches as one CUDA graph."""
 
 _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
 
 class Works:
-    """Makes the `Work` objects of a run, and sets a micro-batch's works for each of its steps.
+    """Makes the `Work` objects of a run (FLOPs and bytes), and sets those of a micro-batch for each of its steps.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
@@ -59,7 +59,7 @@ class Works:
         *,
         joins: bool = False,
     ) -> Work:
-        """Return the work of one kind of operation on `tokens` rows, in one kind of layer.
+        """Return the `Work` (FLOPs and bytes) of one kind of operation on `tokens` rows, in one kind of layer.
 
         Args:
             kind: the kind of operation, such as "expert_ffn".
@@ -78,13 +78,13 @@ class Works:
     def move(
         self, source: str, destination: str, nbytes: int, pieces: int = 1, *, kind: str = ""
     ) -> tuple[Lane, Work]:
-        """Return the lane and the work of moving bytes between two memories.
+        """Return the lane and the `Work` of moving bytes between two memories.
 
         Args:
             source, destination: names of the memories.
             nbytes: bytes of all pieces together.
             pieces: number of pieces of equal size, such as pages.
-            kind: the kind of work; by default the link's name, as for pages.
+            kind: the name of the kind of work; by default the link's name, as for pages.
         """
         known = self._moves.get((source, destination, nbytes, pieces, kind))
         if known is None:
@@ -96,7 +96,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the expected nanoseconds of a task with this work, by virtual clock or machine's cost model."""
+        """Return the expected nanoseconds of a task with this work, which the virtual clock or the cost model gives."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)
@@ -106,7 +106,10 @@ class Works:
         return cost_model(self._plan.machine, self._plan.layout.dtype)
 
     def size(self, batch: MicroBatch) -> None:
-        """Set the works for a micro-batch's next step; only attention's works depend on the length of the KV cache."""
+        """Set the works (FLOPs and bytes) for a micro-batch's next step.
+
+        Only attention's works depend on the length of the KV cache.
+        """
         needed = batch.phase, len(batch.ends), sum(batch.tokens), batch.whole.routes
         if batch.sized_for != needed:
             numbers = range(len(self.kinds))
@@ -119,7 +122,7 @@ class Works:
         batch.enter(self._stages[0], self.kind_of[0])
 
     def _of_kind(self, batch: MicroBatch, stage: PipelineStage, number: int) -> dict[str, Work]:
-        """Make a micro-batch's works, by verb, in layers of the kind `number`: those equal in all steps of a phase."""
+        """Make a micro-batch's works, by verb, in layers of the kind `number`; they hold for all steps of a phase."""
         plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
         if batch.phase == "prefill":
@@ -164,7 +167,7 @@ class Works:
         return self._is_fixed and batch.phase == "decode" and not batch.whole.routes and tokens <= KEPT_ROWS
 
     def _size_attention(self, batch: MicroBatch) -> None:
-        """Set a micro-batch's works that grow with the KV cache: attention's, and the loading of keys and values."""
+        """Set those works (FLOPs and bytes) of a micro-batch that grow with its KV cache: attention, and KV loads."""
         plan = self._plan
         beams, new = plan.batch.beams, batch.tokens
         decodes = batch.phase == "decode"

@@ -1,4 +1,4 @@
-"""The type of the description that each architecture's file gives."""
+"""The description that each supported architecture's file gives, and the tensors in checkpoint files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from moesched.models.formats import CHOICES
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, and the canonical tensors (see `tensors.py`) that it contains, one after the other.
+    """A tensor in a checkpoint file, and the tensors of the model that it contains, one after the other.
+
+    Those have canonical names, the same for all architectures, such as "layers.0.experts.3.up".
 
     Attributes:
         name: the tensor's name in the file.
@@ -41,7 +43,7 @@ def _no_files(config: ModelConfig) -> Any:
 class Architecture(NamedTuple):
     """The description of one architecture: how its files are read and written, and its known models.
 
-    Architectures that are only simulated lack the last four attributes.
+    Architectures that are only simulated leave out the last four attributes.
 
     Attributes:
         model_types: values of `model_type` in config.json.
@@ -53,8 +55,8 @@ class Architecture(NamedTuple):
         runs: whether devices have kernels for the architecture.
         config_json: function that converts a ModelConfig to keys of config.json, without those that all models have.
         tensors: function that yields the tensors of a published checkpoint.
-        other_tensors: function that yields the tensors that replace published tensors in checkpoints saved in another
-            form.
+        other_tensors: function that yields tensors that may stand in place of published ones, such as all experts of a
+            layer in one tensor.
         extra_tensors: function that yields patterns, with *, of the names of tensors in published checkpoints that are
             not needed. They are skipped; any other unknown tensor is refused, since it belongs to another model.
     """

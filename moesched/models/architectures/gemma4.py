@@ -1,6 +1,6 @@
 """Gemma 4: five layers with sliding-window attention before each one with full attention.
 
-Each layer has a dense network, and in some models experts beside it.
+Each layer has a dense network, and in some models experts in addition.
 """
 
 from __future__ import annotations

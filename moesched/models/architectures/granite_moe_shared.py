@@ -1,4 +1,4 @@
-"""Granite-MoE with shared experts: beside its experts, a layer has a feed-forward network that every token uses."""
+"""Granite-MoE with shared experts: a layer also has a feed-forward network that every token uses."""
 
 from __future__ import annotations
 

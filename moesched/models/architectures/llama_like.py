@@ -97,7 +97,7 @@ def build(file: ConfigFile, keys: LlamaLikeKeys, form: str, *kinds: Layer) -> Mo
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """Return the keys and values of config.json that these architectures share, without keys about experts."""
+    """Return the keys of config.json that architectures derived from Llama share, without keys about experts."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,

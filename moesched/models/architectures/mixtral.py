@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, with experts weighted by a softmax over the chosen ones."""
+"""Mixtral: Mistral's attention, with experts weighted by a softmax over the logits of the chosen ones."""
 
 from __future__ import annotations
 

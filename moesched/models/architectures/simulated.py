@@ -30,7 +30,7 @@ MAY_BE_ZERO = {
     "shared_expert_intermediate_size",
     "top_k_experts",
 }
-"""Keys whose 0 says that a model lacks a part."""
+"""Keys that may be 0, in models without the part that the key sizes."""
 
 
 class SimulatedKeys(msgspec.Struct, kw_only=True):
@@ -63,14 +63,14 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
 
 
 class Family(NamedTuple):
-    """An architecture that is only simulated: the functions that turn its keys of config.json into a ModelConfig.
+    """An architecture that is only simulated: functions that turn its keys of config.json into a ModelConfig.
 
     Attributes:
         form: key of the architecture in `ARCHITECTURES`.
         keys: for each `model_type`, the class of the keys.
         pattern: function from the keys to the model's layers, from first to last.
-        unused: function from configuration and keys to the number of weights in published files that text does not
-            need.
+        unused: function from configuration and keys to the number of weights in published files that text generation
+            does not need.
         expert_format: storage format of experts, as in ModelConfig.
     """
 

@@ -97,8 +97,9 @@ def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
 def _vocabulary_size(parts: GgufParts, embedding: FoundTensor, tokens: int, described: int | None) -> int:
     """Return the number of tokens of the vocabulary: the number of rows of the embedding.
 
-    tokens: number of the tokenizer's tokens; 0 without a tokenizer. described: the metadata's `vocab_size`; None
-    without this key.
+    Args:
+        tokens: number of the tokenizer's tokens; 0 without a tokenizer.
+        described: the metadata's `vocab_size`; None without this key.
 
     Raises:
         BadInput: the embedding, the tokenizer and the key give different numbers.

@@ -1,4 +1,4 @@
-"""Reads the contents of a model's GGUF files, in the form that models of all kinds of files share."""
+"""Reads what a model's GGUF files contain: configuration, tensors and vocabulary."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
     path: the only GGUF file, or any part of a split model.
 
     Raises:
-        BadInput: as in `gguf_contents`.
+        BadInput: a file is missing or not valid, or no device has kernels for the model.
     """
     contents = gguf_contents(path)
     formats: dict[str, StoredFormat] = {}

@@ -26,7 +26,7 @@ class GgufFamily(NamedTuple):
         dense_first: whether the first layers may have no experts.
         windows_in_turn: whether every other layer has the window, beginning with the first; otherwise all layers have
             it.
-        truncate: `Yarn.truncate`, for which GGUF files have no key.
+        truncate: YaRN's setting of this name, for which GGUF files have no key.
         activation: the activation of experts, for which GGUF files have no key.
         score: number of the function from router logits to scores: `SOFTMAX` or `SIGMOID`.
     """

@@ -133,7 +133,7 @@ class _Source:
         return BadInput(f"{self.path}: {self.about}: {why}; {RESTORE}")
 
     def _taken(self, nbytes: int) -> int:
-        """Take the next `nbytes` bytes, and return the offset of the first."""
+        """Take the next `nbytes` bytes, and return the offset of their first byte in `_data`."""
         start, self.at = self.at, self.at + nbytes
         if self.at > len(self._data):
             self._read_to(self.at)

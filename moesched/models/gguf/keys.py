@@ -73,7 +73,7 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
 
     @property
     def rotation_kind(self) -> str:
-        """The type of scaling of rotations; a factor without a type is linear, and 0 counts as 1."""
+        """The type of scaling of rotations: the stored type, else "linear" if there is a factor other than 0 and 1."""
         if self.rope__scaling__type is not None:
             return self.rope__scaling__type
         return "none" if self.rotation_factor in (None, 0.0, 1.0) else "linear"

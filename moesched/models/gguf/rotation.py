@@ -28,7 +28,7 @@ def rope_scaling(
 
     path: the file, for error messages.
     tensors: the tensors in the files, by name.
-    truncate: as in `Yarn`; GGUF files have no key for it.
+    truncate: YaRN's setting of this name, for which GGUF files have no key.
 
     Raises:
         BadInput: the type of scaling is unknown, the magnitude is not YaRN's own, or the factors are no vector of

@@ -47,7 +47,7 @@ class AttentionVerbs(Verbs):
     def attention(self, layer: int, micro_batch: int) -> Task:
         """Attention on the accelerator.
 
-        Submits this task for a micro-batch and returns its handle. If the KV cache lives on the host, a decode step
+        Submits this task for a micro-batch and returns its handle. If the KV cache is on the host, a decode step
         must call `load_kv` before; in prefill the prompt's keys and values are still on the accelerator. In both,
         `offload_kv` must follow.
         """
@@ -69,8 +69,8 @@ class AttentionVerbs(Verbs):
     def load_kv(self, layer: int, micro_batch: int) -> Task:
         """Copy a micro-batch's cached keys and values of a layer to the accelerator, for `attention` in decode.
 
-        This is D4 of MoE-Lightning, and FlexGen's prefetch for the next micro-batch. The copy takes one of the buffers
-        of `Plan.reserve_kv_buffers`, which `attention` of this layer and micro-batch frees.
+        The copy takes one of the buffers of `Plan.reserve_kv_buffers`, which `attention` of this layer and micro-batch
+        frees. It is transfer D4 of the MoE-Lightning paper, and FlexGen's prefetch for the next micro-batch.
         """
         state = self._state
         batch = self._in_time(LOAD_KV, layer, micro_batch)
@@ -100,7 +100,7 @@ class AttentionVerbs(Verbs):
         return self._enter(task, reads, (state.kv_slots[buffer],))
 
     def offload_qkv(self, layer: int, micro_batch: int) -> Task:
-        """Copy queries, keys and values to the host (D1 of MoE-Lightning)."""
+        """Copy queries, keys and values to the host (transfer D1 of the MoE-Lightning paper)."""
         return self._run(OFFLOAD_QKV, layer, self._at(OFFLOAD_QKV, layer, micro_batch))
 
     def cpu_attention(self, layer: int, micro_batch: int) -> Task:
@@ -124,7 +124,7 @@ class AttentionVerbs(Verbs):
         return self._run(CPU_ATTENTION, layer, batch, None, cache, cache)
 
     def load_hidden(self, layer: int, micro_batch: int) -> Task:
-        """Copy the host's attention output to the accelerator (D2 of MoE-Lightning)."""
+        """Copy the host's attention output to the accelerator (transfer D2 of the MoE-Lightning paper)."""
         return self._run(LOAD_HIDDEN, layer, self._at(LOAD_HIDDEN, layer, micro_batch))
 
     def offload_kv(self, layer: int, micro_batch: int) -> Task:

@@ -1,4 +1,4 @@
-"""The base of all verbs: it checks a micro-batch's progress, and submits a verb's task."""
+"""The base of all verbs: checks that a verb is called in order for its micro-batch, and submits the verb's task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moesched.steps.views import View, Views
 from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Phase, Task
 
 NEVER = -1 << 62
-"""A progress that no micro-batch has: what a verb needs that does not exist on this node."""
+"""A progress that no micro-batch has: the one needed by verbs that do not exist on this node."""
 
 Priority = Literal["urgent", "normal", "speculative"]
 CLASSES: Mapping[Priority, int] = MappingProxyType({"urgent": URGENT, "normal": DEMAND, "speculative": IDLE})
@@ -52,7 +52,7 @@ class StepFacts(ReadOnly):
 
 
 class Verbs(StepFacts):
-    """Base of the verbs: the checks and the submission that all verbs use."""
+    """Base of classes with verbs: the checks and the submission of tasks that all verbs need."""
 
     _batches: Mapping[int, MicroBatch]
     _state: RunState
@@ -115,11 +115,11 @@ class Verbs(StepFacts):
             self._submit = before
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """Check that a micro-batch has just the progress that a verb needs, and return the micro-batch.
+        """Check that a micro-batch has exactly the progress that a verb needs, and return the micro-batch.
 
         Raises:
             OutOfOrder: the micro-batch has another progress, or there is no such layer or micro-batch.
-            PolicyError: it is not the policy's turn.
+            PolicyError: the policy is not running, or runs on another thread.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(verb.name)
@@ -138,7 +138,7 @@ class Verbs(StepFacts):
 
         Raises:
             OutOfOrder: the verb comes too early or too late, or there is no such layer or micro-batch.
-            PolicyError: it is not the policy's turn.
+            PolicyError: the policy is not running, or runs on another thread.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(verb.name)
@@ -172,7 +172,7 @@ class Verbs(StepFacts):
 
         Args:
             operands: the task's operands, as the device's runner takes them.
-            reads, writes: further blocks, beside the micro-batch's blocks that the table names.
+            reads, writes: blocks of data that the task reads and writes in addition to those in the table of verbs.
 
         Returns:
             the task; where the verb has nothing to do, the task that made the data.
@@ -195,12 +195,12 @@ class Verbs(StepFacts):
         return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
     def _enter(self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...]) -> Task:
-        """Submit a task that a verb has made itself, and note the policy's line in the task; returns the task.
+        """Submit a task that a verb has made itself, note the policy's line in the task, and return the task.
 
-        reads, writes: the blocks that the task reads and writes.
+        reads, writes: the blocks of data that the task reads and writes.
 
         Raises:
-            PolicyError: the step has submitted the most tasks that a step may.
+            PolicyError: the step has submitted as many tasks as a step may.
         """
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
@@ -214,7 +214,7 @@ class Verbs(StepFacts):
         return views.show(key, self._state.engine)
 
     def _enter_layer(self, verb: Verb, batch: MicroBatch, layer: int) -> None:
-        """Have a micro-batch's next verbs use the works for the kind of this layer.
+        """Have a micro-batch's next verbs use the costs of this layer's kind.
 
         Raises:
             OutOfOrder: the micro-batch has been through all layers.
@@ -334,7 +334,13 @@ def _submit_kernels(
     after: Sequence[Task] = (),
     priority_class: int = DEMAND,
 ) -> Task:
-    """Submit a task by `submit`, with these blocks: a transfer with `priority_class`, a kernel with `kernel_class`."""
+    """Submit a task: a transfer of pages with `priority_class`, any other task with `kernel_class`.
+
+    Args:
+        submit: submits a task to the engine.
+        reads, writes: blocks of data that the task reads and writes.
+        after: further tasks that the task waits for.
+    """
     if not isinstance(task, PageTransfer):
         priority_class = kernel_class
     return submit(task, reads, writes, after, priority_class)
@@ -342,7 +348,7 @@ def _submit_kernels(
 
 @cache
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
-    """Return, by a verb's number, the progress that the verb needs, and the progress that it leaves, in layer 0.
+    """Return two lists: the progress that each verb needs, and the progress that it leaves, in layer 0, by verb number.
 
     `sample` has layer -1, and comes after all others.
 

@@ -1,4 +1,4 @@
-"""Checks and records of the rows that a `run_expert` task runs, in one or in several micro-batches."""
+"""Records which rows (tokens) of an expert run in which `run_expert` task, and checks that each row runs once."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _end(routing: RoutingState, expert: int) -> None:
 
 
 def ranges_of(shares: Iterable[Share]) -> tuple[RowRange, ...]:
-    """Return the `Task.ranges` of a task with these rows; empty for all rows of one micro-batch."""
+    """Return the ranges of rows that a task runs, for its field `ranges`; empty for all rows of one micro-batch."""
     ranges = tuple(RowRange(batch.index, rows.start, rows.stop) for batch, _, rows in shares)
     whole = all(len(rows) == tokens for _, tokens, rows in shares)
     return () if whole and len(ranges) == 1 else ranges

@@ -238,10 +238,12 @@ class ExpertVerbs(Verbs):
     def _run_rows(
         self, layer: int, expert: int, micro_batch: int | Collection[int], at: At, rows: range | None
     ) -> tuple[Task, tuple[Block, ...], tuple[Block, ...]]:
-        """Make a task for some of an expert's rows or for several micro-batches; arguments are as for `run_expert`.
+        """Make a task that runs an expert on some of its rows, or on several micro-batches.
+
+        The arguments are as for `run_expert`.
 
         Returns:
-            the task, and the blocks that it reads and that it writes.
+            the task, and the blocks of data that it reads and that it writes.
         """
         shares = []
         for number in named_micro_batches(micro_batch, rows):
@@ -386,7 +388,7 @@ class ExpertVerbs(Verbs):
 def note_forecast(
     step: ExpertVerbs, predictor: str, layer: int, forecast: Mapping[int, Mapping[int, float]]
 ) -> None:
-    """Have the report compare a predictor's answer with the experts that the layer's router then chooses.
+    """Have the report compare a predictor's forecast for a layer with the experts that the layer's router then chooses.
 
     Args:
         predictor: name of the predictor's class.

@@ -1,4 +1,4 @@
-"""Answers a policy's questions about time: has a page arrived, when will a task end, when will a lane be idle?"""
+"""Answers a policy's questions about time: whether a page has arrived, when a task ends, when a lane is idle."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Outlook(Verbs):
         question: the calling method's name, for messages.
 
         Raises:
-            PolicyError: no times were requested, or the policy asks endlessly without waiting or out of turn.
+            PolicyError: no times were requested, the policy is not running, or it asks endlessly without waiting.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(question)

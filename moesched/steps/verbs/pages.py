@@ -45,7 +45,7 @@ class PageVerbs(Verbs):
         urgent: bool = False,
         speculative: bool = False,
     ) -> Task:
-        """Move pages into slots of `pool` in one transfer, from `source` or from where the weights live.
+        """Move pages into slots of `pool` in one transfer, from `source` or from where the weights are stored.
 
         On its link an urgent transfer goes before those that are not, and a speculative one after all others.
 
@@ -58,7 +58,10 @@ class PageVerbs(Verbs):
         return self._transfer("fetch", pages, pool, source, arrival, priority_class)
 
     def copy_to_pinned(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
-        """Move pages into page-locked memory, the first hop to the accelerator, from `source` or where weights live."""
+        """Move pages into page-locked memory, the first hop to the accelerator.
+
+        source: the pool that the pages are copied from; None for the memory where the weights are stored.
+        """
         return self._transfer("copy_to_pinned", pages, pool, source, FETCHED, PREFETCH)
 
     def promote(self, pages: Sequence[Page], pool: Pool) -> None:
@@ -95,10 +98,10 @@ class PageVerbs(Verbs):
             pool.vacate(slot, self._state.engine)
 
     def _require_own(self, verb: str, pool: Pool, source: Pool | None = None) -> None:
-        """Check that it is the policy's turn to call verbs, and that the pools are of its own plan.
+        """Check that the policy is running on this thread, and that the pools are of its own plan.
 
         Raises:
-            PolicyError: it is not the policy's turn, or a pool is of another plan.
+            PolicyError: it is not running, runs on another thread, or a pool is of another plan.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(verb)
@@ -139,7 +142,7 @@ class PageVerbs(Verbs):
         """Submit the task of a verb that moves pages into slots of a pool.
 
         Args:
-            source: the pool that the pages are copied from; None for the memory where the weights live.
+            source: the pool that the pages are copied from; None for the memory where the weights are stored.
             arrival: the way in which the pool counts the pages: `FETCHED` or `SPECULATED`.
             priority_class: the transfer's priority class on its link; lower ones go first.
         """

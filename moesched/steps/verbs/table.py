@@ -66,7 +66,7 @@ class Verb:
             to be moved to the host.
         saved: whether the verb is refused while keys and values wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None for a verb that such nodes lack.
-        grows: whether the work of its task grows from step to step with the KV cache.
+        grows: whether its task's FLOPs and bytes grow from step to step with the KV cache.
         in_layer: whether it belongs to a layer.
         number: its index in `VERBS`.
         moves: whether it changes the micro-batch's progress.
