@@ -147,6 +147,9 @@ def test_the_bytes_of_a_character_that_spans_tokens_are_told_token_by_token() ->
         answer = await chat(server, max_tokens=tokens_of("🙂"), logprobs=True)
         content = answer.choices[0].logprobs.content
         assert b"".join(bytes(each.bytes) for each in content).decode() == "🙂"
+        scored = (await completion(server, max_tokens=tokens_of("🙂"), logprobs=1)).choices[0].logprobs
+        assert scored.tokens == [f"bytes:\\x{byte:02x}" for byte in "🙂".encode()]
+        assert scored.top_logprobs == [{token: -0.5} for token in scored.tokens], "two bytes are two entries"
 
     answered(use, says="🙂")
 

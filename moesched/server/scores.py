@@ -14,7 +14,7 @@ LOWEST = -9999.0
 
 def completion_logprobs(scored: Sequence[Scored], codec: Codec) -> CompletionLogprobs:
     """Return the log probabilities of a completion's tokens."""
-    texts = [token_text(codec, each.token) for each in scored]
+    texts = [token_key(codec, each.token) for each in scored]
     return CompletionLogprobs(
         texts,
         [None if each.logprob is None else finite(each.logprob.logprob) for each in scored],
@@ -29,7 +29,7 @@ def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | No
         return None
     found: dict[str, float] = {}
     for token, logprob in scored.logprob.likeliest:
-        found.setdefault(token_text(codec, token), finite(logprob))
+        found.setdefault(token_key(codec, token), finite(logprob))
     found.setdefault(text, finite(scored.logprob.logprob))
     return found
 
@@ -46,6 +46,15 @@ def chat_logprobs(scored: Sequence[Scored], codec: Codec) -> ChatLogprobs:
             own = list(codec.bytes_of(token))
             chosen.append(ChosenToken(token_text(codec, token), finite(logprob.logprob), own, likeliest))
     return ChatLogprobs(chosen)
+
+
+def token_key(codec: Codec, token: int) -> str:
+    r"""Return a token's text, or its bytes if they are no whole characters, in OpenAI's form `bytes:\xe2\x80`."""
+    data = codec.bytes_of(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def token_text(codec: Codec, token: int) -> str:
