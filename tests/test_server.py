@@ -244,11 +244,12 @@ SENTENCE_PIECE = ["<unk>", "<s>", "</s>", "a", "▁", "▁a"]
     ("vocabulary", "prompt", "offsets"),
     [
         pytest.param(None, "é🙂x", [0, 0, 0, 1, 1, 1, 1, 2, 3, 4], id="characters of several tokens"),
+        pytest.param(None, [174, 255, 89], [0, 0, 1, 2, 3], id="a part of 🙂, then x"),
         pytest.param(SENTENCE_PIECE, "aa a", [0, 1, 2, 4, 6], id="a space that the tokenizer puts first"),
     ],
 )
 def test_offsets_are_places_in_the_text(
-    vocabulary: list[str] | None, prompt: str, offsets: list[int], stream: bool, tmp_path: Path
+    vocabulary: list[str] | None, prompt: str | list[int], offsets: list[int], stream: bool, tmp_path: Path
 ) -> None:
     codec = tiny_tokenizer()
     if vocabulary is not None:

@@ -88,7 +88,10 @@ class CharacterCount:
 
     def before(self, token: int) -> int:
         """Return the number of characters before a token, and count those that the token completes."""
+        data = b"" if self._codec.is_special(token) else self._codec.bytes_of(token)
+        begun, _ = self._decoder.getstate()
+        if begun and data and not 0x80 <= data[0] < 0xC0:  # another character begins
+            self.count += len(self._decoder.decode(b"", final=True))
         before = self.count
-        if not self._codec.is_special(token):
-            self.count += len(self._decoder.decode(self._codec.bytes_of(token)))
+        self.count += len(self._decoder.decode(data))
         return before
