@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 
 from fake_engine import FakeEngine
 from moesched.inputs.tokenizer import Tokenizer, find_tokenizer
+from moesched.server.codec import Codec
 from moesched.server.front import Front
 from moesched.server.gate import Gate
 from moesched.server.link import EngineLink
@@ -38,7 +39,12 @@ class Server(NamedTuple):
 @cache
 def tiny_tokenizer() -> Tokenizer:
     """The tokenizer of examples/tiny-mixtral."""
-    tokenizer = find_tokenizer(TINY)
+    return tokenizer_of(TINY)
+
+
+def tokenizer_of(model: Path) -> Tokenizer:
+    """The tokenizer of a model that has one."""
+    tokenizer = find_tokenizer(model)
     assert tokenizer is not None
     return tokenizer
 
@@ -50,15 +56,17 @@ def answered(
     most: int = 8,
     key: str | None = None,
     template: Renders | None = None,
+    codec: Codec | None = None,
 ) -> None:
-    """Make a server whose engine says a text, and use it."""
+    """Make a server whose engine says a text, and use it; by default with the tokenizer of tiny-mixtral."""
+    codec = codec or tiny_tokenizer()
 
     async def whole() -> None:
         link = EngineLink(lambda data: engine.feed(data))
-        engine = FakeEngine(link.feed, tiny_tokenizer().encode(says, bare=True))
+        engine = FakeEngine(link.feed, codec.encode(says, bare=True))
         engine.begin()
         ready = await link.ready
-        model = Model(ready, tiny_tokenizer(), template or PlainTemplate(), chat_tokens=64, loaded=1)
+        model = Model(ready, codec, template or PlainTemplate(), chat_tokens=64, loaded=1)
         front = Front(model, link, Gate(most, 0), key)
         transport = httpx2.ASGITransport(app=front.app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:

@@ -44,9 +44,8 @@ class Answering(BaseHTTPRequestHandler):
             events = [{"choices": 5}]
         if text == "break":
             events = [*pieces, {"error": {"message": "the engine has ended"}}]
-        self._send(
-            b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events) + b"data: [DONE]\n\n"
-        )
+        end = b"" if text == "close" else b"data: [DONE]\n\n"
+        self._send(b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events) + end)
 
     def _send(self, body: bytes, status: int = 200) -> None:
         self.send_response(status)
@@ -98,8 +97,14 @@ def test_what_the_server_does_not_take_is_told_in_its_words(
     assert "too long: shorten it" in capsys.readouterr().err
 
 
-def test_an_answer_that_breaks_off_fails(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said("break\n", "--url", url, monkeypatch=monkeypatch) == 1
+@pytest.mark.parametrize(
+    ("way", "says"), [("break", "the engine has ended"), ("close", "broke off: the connection ended")]
+)
+def test_an_answer_that_breaks_off_fails(
+    way: str, says: str, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(f"{way}\n", "--url", url, monkeypatch=monkeypatch) == 1
+    assert says in capsys.readouterr().err
 
 
 def test_an_answer_of_another_form_fails(

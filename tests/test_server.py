@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from fronts import CHAT, HELLO, SAYS, Server, answered, chat, tiny_tokenizer
+from fronts import CHAT, HELLO, SAYS, Server, answered, chat, tiny_tokenizer, tokenizer_of
+from gguf_headers import TOKENS, mixtral, texts
+from moesched.server.codec import Numbers
 
 JSON = {"content-type": "application/json"}
 
@@ -144,6 +147,9 @@ def test_the_bytes_of_a_character_that_spans_tokens_are_told_token_by_token() ->
         answer = await chat(server, max_tokens=tokens_of("🙂"), logprobs=True)
         content = answer.choices[0].logprobs.content
         assert b"".join(bytes(each.bytes) for each in content).decode() == "🙂"
+        scored = (await completion(server, max_tokens=tokens_of("🙂"), logprobs=1)).choices[0].logprobs
+        assert scored.tokens == [f"bytes:\\x{byte:02x}" for byte in "🙂".encode()]
+        assert scored.top_logprobs == [{token: -0.5} for token in scored.tokens], "two bytes are two entries"
 
     answered(use, says="🙂")
 
@@ -218,10 +224,63 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt() -> None:
     answered(use)
 
 
+def test_a_completion_has_the_log_probability_of_the_stop_token_too() -> None:
+    async def use(server: Server) -> None:
+        [server.engine.stop_token] = tiny_tokenizer().encode(",", bare=True)
+        answer = await completion(server, max_tokens=50, logprobs=0)
+        [choice] = answer.choices
+        assert choice.finish_reason == "stop" and choice.logprobs.tokens[-1] == ","
+        assert choice.logprobs.text_offset[-1] == len(choice.text)
+        assert len(choice.logprobs.tokens) == answer.usage.completion_tokens
+
+    answered(use)
+
+
+SENTENCE_PIECE = ["<unk>", "<s>", "</s>", "a", "▁", "▁a"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("vocabulary", "prompt", "offsets"),
+    [
+        pytest.param(None, "é🙂x", [0, 0, 0, 1, 1, 1, 1, 2, 3, 4], id="characters of several tokens"),
+        pytest.param(None, [174, 255, 89], [0, 0, 1, 2, 3], id="a part of 🙂, then x"),
+        pytest.param(SENTENCE_PIECE, "aa a", [0, 1, 2, 4, 6], id="a space that the tokenizer puts first"),
+    ],
+)
+def test_offsets_are_places_in_the_text(
+    vocabulary: list[str] | None, prompt: str | list[int], offsets: list[int], stream: bool, tmp_path: Path
+) -> None:
+    codec = tiny_tokenizer()
+    if vocabulary is not None:
+        header = mixtral()
+        header.set(TOKENS, texts(vocabulary))
+        codec = tokenizer_of(header.write(tmp_path / "model.gguf"))
+
+    async def use(server: Server) -> None:
+        answer = await completion(server, prompt, max_tokens=2, echo=True, logprobs=0, stream=stream)
+        choices = [piece.choices[0] async for piece in answer] if stream else answer.choices
+        scored = [offset for choice in choices for offset in choice.logprobs.text_offset]
+        assert scored == offsets
+
+    answered(use, says="aa", codec=codec)
+
+
+def test_an_answer_without_a_tokenizer_follows_its_prompt_in_an_echo() -> None:
+    async def use(server: Server) -> None:
+        for prompt in ("1 2 3", [1, 2, 3]):
+            answer = await completion(server, prompt, max_tokens=2, echo=True)
+            assert answer.choices[0].text.split() == ["1", "2", "3", "4", "5"]
+
+    answered(use, says="4 5", codec=Numbers())
+
+
 def test_a_prompt_alone_is_scored_without_an_answer() -> None:
     async def use(server: Server) -> None:
+        [server.engine.stop_token] = tiny_tokenizer().encode("The", bare=True)  # would be the answer
         answer = await completion(server, max_tokens=0, echo=True, logprobs=0)
         assert answer.choices[0].text == "Return the"
+        assert answer.choices[0].finish_reason == "length"
         assert len(answer.choices[0].logprobs.tokens) == len(tiny_tokenizer().encode("Return the"))
         assert answer.usage.completion_tokens == 0
 

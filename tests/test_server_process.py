@@ -285,6 +285,26 @@ def test_a_body_that_goes_wrong_closes_the_connection() -> None:
     connected(use)
 
 
+@pytest.mark.parametrize("more", [b"", b"\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
+def test_a_client_that_leaves_is_noticed_also_if_it_has_sent_more(more: bytes) -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        _, writer = await connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asked.wait()
+        writer.write(more)
+        writer.close()
+        await asyncio.wait_for(left.wait(), 5)
+
+    async def until_it_leaves(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        asked.set()
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    asked, left = asyncio.Event(), asyncio.Event()
+    connected(use, application=until_it_leaves)
+
+
 def test_a_client_that_does_not_read_is_closed() -> None:
     async def use(connect: Connect, state: ServerState) -> None:
         _, writer = await connect()

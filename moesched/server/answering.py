@@ -111,6 +111,7 @@ class Completions(Endpoint[CompletionRequest]):
         wanted = Wanted(
             new_tokens=self.model.answer_tokens(given.max_tokens, prompts, chat=False),
             logprobs=given.logprobs,
+            scores_stop_token=True,
             echo=bool(given.echo),
             prompt_only=prompt_only,
             **_settings(given, user),

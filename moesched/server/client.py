@@ -16,6 +16,7 @@ from moesched.system.plain_text import shown
 SECONDS = 600.0
 """The longest wait for a piece of an answer, in seconds."""
 DATA = b"data: "
+DONE = DATA + b"[DONE]"
 OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError)
 """Errors of reading an answer that is no JSON, or has other fields."""
 
@@ -104,6 +105,8 @@ class Client:
 
 def _pieces(response: HTTPResponse) -> Iterator[str]:
     for line in response:
+        if line.startswith(DONE):
+            return
         if not line.startswith(DATA + b"{"):
             continue
         event = json.loads(line.removeprefix(DATA))
@@ -112,6 +115,7 @@ def _pieces(response: HTTPResponse) -> Iterator[str]:
         for choice in event["choices"]:
             if text := choice["delta"].get("content"):
                 yield text
+    raise ConnectionError("the connection ended before it did")
 
 
 def _fault(response: HTTPResponse) -> str:

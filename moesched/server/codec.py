@@ -32,7 +32,10 @@ class Codec(Decodes, Protocol):
 
 
 class Numbers:
-    """Stand-in for a missing tokenizer: a text is a list of token ids with spaces between them."""
+    """Stand-in for a missing tokenizer: a text is a list of token ids with spaces between them.
+
+    Each id has its space before it, so that an answer can follow the text of its prompt.
+    """
 
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
         """Read token ids from a text; `most` and `bare` change nothing.
@@ -49,12 +52,12 @@ class Numbers:
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Write token ids, each followed by a space."""
-        return "".join(f"{each} " for each in ids)
+        """Write token ids, each after a space."""
+        return "".join(f" {each}" for each in ids)
 
     def bytes_of(self, token: int) -> bytes:
         """Return a token id as it is written, in bytes."""
-        return f"{token} ".encode()
+        return f" {token}".encode()
 
     def is_special(self, token: int) -> bool:
         """Return False: no id is special, so that texts show all ids."""

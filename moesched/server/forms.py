@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -81,31 +80,23 @@ class CompletionForm(Form):
 
     kind = "cmpl"
 
-    def __init__(self, model: str, codec: Codec, *, scored: bool, with_usage: bool) -> None:
-        super().__init__(model, codec, scored=scored, with_usage=with_usage)
-        self._begins: Counter[int] = Counter()
-        """The characters of each answer so far."""
-
     def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
         choices = [
-            CompletionChoice(index, each.text, self._logprobs(index, each.tokens), each.ending)
+            CompletionChoice(index, each.text, self._logprobs(each.tokens), each.ending)
             for index, each in enumerate(answers)
         ]
         return Completion(*self._head, choices, usage)
 
     def chunk(self, piece: AnswerPiece) -> msgspec.Struct:
-        logprobs = self._logprobs(piece.answer, piece.tokens)
+        logprobs = self._logprobs(piece.tokens)
         choice = CompletionChoice(piece.answer, piece.text, logprobs, piece.ending)
         return Completion(*self._head, [choice], self._usage)
 
     def last(self, usage: Usage) -> msgspec.Struct:
         return Completion(*self._head, [], usage)
 
-    def _logprobs(self, answer: int, tokens: Sequence[Scored]) -> CompletionLogprobs | None:
-        if not self._scored:
-            return None
-        made, self._begins[answer] = completion_logprobs(tokens, self._begins[answer], self._codec)
-        return made
+    def _logprobs(self, tokens: Sequence[Scored]) -> CompletionLogprobs | None:
+        return completion_logprobs(tokens, self._codec) if self._scored else None
 
 
 class ChatForm(Form):

@@ -12,7 +12,7 @@ from moesched.server.codec import Codec
 from moesched.server.errors import ClientLeft, bad_request, server_error
 from moesched.server.link import Arrived, EngineLink
 from moesched.server.messages import Ask, Broken, Ending, Logprob, Refused, Token
-from moesched.server.text import AnswerText
+from moesched.server.text import AnswerText, CharacterCount
 
 MOST_SEED = 2**63
 
@@ -31,6 +31,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         new_tokens: the largest number of tokens of an answer.
         answers: number of answers to each prompt.
         stops: texts that end an answer.
+        scores_stop_token: whether the scored tokens of an answer include the stop token that ended it.
         seed: seed of the sampling; None for a random one.
         logprobs: the number of likeliest tokens to name with each token; None for no log probabilities.
         echo: whether to give the log probabilities of the prompt's tokens as well.
@@ -46,16 +47,23 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
+    scores_stop_token: bool = False
     echo: bool = False
     prompt_only: bool = False
     user: str = ""
 
 
 class Scored(NamedTuple):
-    """A token with its log probability; `logprob` is None for a prompt's first token."""
+    """A token with its log probability.
+
+    Attributes:
+        logprob: the token's log probability; None for a prompt's first token.
+        offset: the number of complete characters of the answer's text before the token.
+    """
 
     token: int
     logprob: Logprob | None
+    offset: int
 
 
 class AnswerPiece(NamedTuple):
@@ -82,22 +90,28 @@ class _Answer:
         self._prompt = prompt
         self._wanted = wanted
         self._text = AnswerText(codec, prompt.ids, wanted.stops)
+        self._codec = codec
+        self._characters = CharacterCount(codec, len(prompt.text) if wanted.echo else 0)
         self.over = False
         self.count = 0
 
     def take(self, tokens: Sequence[Token]) -> AnswerPiece:
         """Make one piece of the tokens that arrived together."""
-        text, scored, ending = [], [], None
-        if self._wanted.echo and not self.count:
+        text: list[str] = []
+        scored: list[Scored] = []
+        ending: Ending | None = None
+        wanted = self._wanted
+        if wanted.echo and not self.count:
             text.append(self._prompt.text)
             scored += self._of_prompt(tokens[0])
         for token in tokens:
-            ending = token.ending
-            if not self._wanted.prompt_only:
+            ending = "length" if wanted.prompt_only else token.ending
+            if not wanted.prompt_only:
                 self.count += 1
                 if ending != "stop":
                     text.append(self._text.push(token.token))
-                    scored.append(Scored(token.token, token.logprob))
+                if wanted.logprobs is not None and (ending != "stop" or wanted.scores_stop_token):
+                    scored.append(Scored(token.token, token.logprob, self._characters.before(token.token)))
             if self._text.stopped:
                 ending = "stop"
             if ending is not None:
@@ -106,13 +120,18 @@ class _Answer:
         if self.over and not self._text.stopped:
             text.append(self._text.finish())
             ending = "stop" if self._text.stopped else ending
-        return AnswerPiece(
-            self._index, "".join(text), scored if self._wanted.logprobs is not None else [], ending
-        )
+        return AnswerPiece(self._index, "".join(text), scored, ending)
 
     def _of_prompt(self, first: Token) -> list[Scored]:
+        if first.prompt is None:
+            return []
+        ids, characters = self._prompt.ids, CharacterCount(self._codec)
+        offsets = [characters.before(token) for token in ids]
+        # SentencePiece puts a space before a text, which the text does not have.
+        more = max(0, characters.count - len(self._prompt.text))
         return [
-            Scored(token, each) for token, each in zip(self._prompt.ids, first.prompt or (), strict=False)
+            Scored(token, logprob, max(0, offset - more))
+            for token, logprob, offset in zip(ids, first.prompt, offsets, strict=True)
         ]
 
 

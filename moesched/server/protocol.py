@@ -16,6 +16,8 @@ REQUEST_SECONDS = 20.0
 """Seconds in which a request has to arrive as a whole, headers and body."""
 WRITE_SECONDS = 60.0
 """Seconds in which a client has to read the bytes that wait for it."""
+MOST_AHEAD = 1 << 16
+"""Largest number of bytes after a request that are read while it is answered."""
 NOT_HTTP = bad_request(
     "this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request"
 ).body()
@@ -47,6 +49,7 @@ class TimedProtocol(H11Protocol):
             self._lingering.drop(data)
         else:
             super().data_received(data)
+            self._read_ahead()
         self._expect_request()
 
     def on_response_complete(self) -> None:
@@ -96,6 +99,12 @@ class TimedProtocol(H11Protocol):
         """Close the connection once the client has read the bytes that wait, or after `write_seconds`."""
         self.transport.close()
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def _read_ahead(self) -> None:
+        """Go on reading while a request is answered, as uvicorn does not once more has come: the client may leave."""
+        ahead, _ = self.conn.trailing_data
+        if self.conn.their_state is h11.DONE and len(ahead) <= MOST_AHEAD:
+            self.flow.resume_reading()
 
     def _expect_request(self) -> None:
         """Start the timer if a request is arriving or awaited, else stop it; uvicorn times idle connections."""

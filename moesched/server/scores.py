@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from moesched.server.codec import Codec
 from moesched.server.generation import Scored
@@ -13,24 +12,15 @@ LOWEST = -9999.0
 """The log probability that stands for minus infinity, which JSON has not."""
 
 
-def completion_logprobs(scored: Sequence[Scored], begin: int, codec: Codec) -> tuple[CompletionLogprobs, int]:
-    """Return the log probabilities of a completion's tokens, and the answer's number of characters up to their end.
-
-    Args:
-        begin: the number of characters of the answer before these tokens.
-    """
-    texts = [token_text(codec, each.token) for each in scored]
-    lengths = [
-        0 if codec.is_special(each.token) else len(text) for each, text in zip(scored, texts, strict=True)
-    ]
-    *offsets, end = accumulate(lengths, initial=begin)
-    found = CompletionLogprobs(
+def completion_logprobs(scored: Sequence[Scored], codec: Codec) -> CompletionLogprobs:
+    """Return the log probabilities of a completion's tokens."""
+    texts = [token_key(codec, each.token) for each in scored]
+    return CompletionLogprobs(
         texts,
         [None if each.logprob is None else finite(each.logprob.logprob) for each in scored],
         [_likeliest(each, text, codec) for each, text in zip(scored, texts, strict=True)],
-        offsets,
+        [each.offset for each in scored],
     )
-    return found, end
 
 
 def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | None:
@@ -39,7 +29,7 @@ def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | No
         return None
     found: dict[str, float] = {}
     for token, logprob in scored.logprob.likeliest:
-        found.setdefault(token_text(codec, token), finite(logprob))
+        found.setdefault(token_key(codec, token), finite(logprob))
     found.setdefault(text, finite(scored.logprob.logprob))
     return found
 
@@ -47,7 +37,7 @@ def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | No
 def chat_logprobs(scored: Sequence[Scored], codec: Codec) -> ChatLogprobs:
     """Return the log probabilities of a chat's tokens; the first token of a prompt, which has none, is left out."""
     chosen = []
-    for token, logprob in scored:
+    for token, logprob, _ in scored:
         if logprob is not None:
             likeliest = [
                 LikelyToken(token_text(codec, each), finite(value), list(codec.bytes_of(each)))
@@ -56,6 +46,15 @@ def chat_logprobs(scored: Sequence[Scored], codec: Codec) -> ChatLogprobs:
             own = list(codec.bytes_of(token))
             chosen.append(ChosenToken(token_text(codec, token), finite(logprob.logprob), own, likeliest))
     return ChatLogprobs(chosen)
+
+
+def token_key(codec: Codec, token: int) -> str:
+    r"""Return a token's text, or its bytes if they are no whole characters, in OpenAI's form `bytes:\xe2\x80`."""
+    data = codec.bytes_of(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def token_text(codec: Codec, token: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
 from moesched.inputs.tokenizer import UNFINISHED, Decodes, TextStream
+from moesched.server.codec import Codec
 
 
 class StopStrings:
@@ -70,3 +72,26 @@ class AnswerText:
         """Return the text that was held back; an incomplete character at its end is dropped."""
         text = self._stops.push(self._stream.finish().rstrip(UNFINISHED))
         return text + self._stops.finish()
+
+
+class CharacterCount:
+    """The number of characters of a text as its tokens come.
+
+    Attributes:
+        count: the number of characters that are complete.
+    """
+
+    def __init__(self, codec: Codec, count: int = 0) -> None:
+        self._codec = codec
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self.count = count
+
+    def before(self, token: int) -> int:
+        """Return the number of characters before a token, and count those that the token completes."""
+        data = b"" if self._codec.is_special(token) else self._codec.bytes_of(token)
+        begun, _ = self._decoder.getstate()
+        if begun and data and not 0x80 <= data[0] < 0xC0:  # another character begins
+            self.count += len(self._decoder.decode(b"", final=True))
+        before = self.count
+        self.count += len(self._decoder.decode(data))
+        return before
