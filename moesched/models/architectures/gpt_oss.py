@@ -60,7 +60,7 @@ def read(file: ConfigFile) -> ModelConfig:
     """Convert config.json to a ModelConfig."""
     keys = file.keys(GptOssKeys)
     file.require_layers(keys.num_hidden_layers)
-    if keys.rope_parameters is None and keys.rope_scaling is None:
+    if keys.rope_parameters is None and not keys.rope_scaling:
         keys = replace(keys, rope_parameters=YARN)
     network = _network(
         experts=keys.num_local_experts,
