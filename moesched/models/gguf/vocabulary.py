@@ -36,7 +36,7 @@ ENDS = frozenset(
 )
 """Control tokens that end a text in some model, whether the metadata name them or not."""
 END_OF_MESSAGE, ENDS_OF_TURN = "<|end|>", frozenset(["<|return|>", "<|call|>"])
-"""In a vocabulary with all of them, as gpt-oss's, a text goes on after the first: it ends a message, the others a turn."""
+"""In a vocabulary with all of them, as gpt-oss's, a text goes on after the first, which ends a message of a turn."""
 
 
 class TokenType(IntEnum):
@@ -89,9 +89,10 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
             for number, token in enumerate(self.tokens)
             if token in ENDS and self.has_type(number, TokenType.CONTROL, TokenType.USER_DEFINED)
         }
-        if ENDS_OF_TURN <= found.keys():
-            found.pop(END_OF_MESSAGE, None)
-        return tuple(dict.fromkeys([*(each for each in named if each is not None), *found.values()]))
+        stops = dict.fromkeys([*(each for each in named if each is not None), *found.values()])
+        if found.keys() >= ENDS_OF_TURN:
+            stops.pop(found.get(END_OF_MESSAGE, -1), None)
+        return tuple(stops)
 
 
 def read_vocabulary(parts: GgufParts) -> Vocabulary:
