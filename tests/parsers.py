@@ -142,6 +142,7 @@ LONGROPE = Rotary(
         factor=4.0,
         long_factor=(4.0,) * 64,
         short_factor=(1.0,) * 64,
+        max_position_embeddings=32768,
         original_max_position_embeddings=8192,
     )
 )

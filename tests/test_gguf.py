@@ -27,7 +27,7 @@ from moesched.jobs.run_model import run_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
-from moesched.models.networks import Activation
+from moesched.models.networks import Activation, Router
 from moesched.models.random_model import write_random_model
 from moesched.models.rotary import Linear, Llama3, Rotary, Yarn
 from moesched.models.shapes import SHAPES
@@ -268,6 +268,13 @@ def test_random_models_are_written_to_files_too(stored_as: str | None, tmp_path:
             )
     with pytest.raises(BadInput, match="exists already; remove it"):
         write_random_model(config, file)
+
+
+def test_factors_that_a_file_leaves_out_are_1(tmp_path: Path) -> None:
+    config = GRANITE.varied(embedding_factor=1.0, residual_factor=1.0, logits_factor=1.0, router=Router())
+    read = open_checkpoint(write_random_model(config, tmp_path / "granite.gguf")).config
+    assert (read.embedding_factor, read.residual_factor, read.logits_factor) == (1.0, 1.0, 1.0)
+    assert read.routed.router == Router()
 
 
 def test_layers_that_no_file_describes_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gguf_headers import TOKENS, Change, Header, byte_pairs, key, mixtral, number, string, texts
+from gguf_headers import TOKENS, Change, Header, byte_pairs, key, mixtral, number, numbers, string, texts
 from moesched.errors import BadInput
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.models.reading import read_config
@@ -20,6 +20,13 @@ def test_control_tokens_that_end_a_text_are_stop_tokens(tmp_path: Path) -> None:
     header.set("tokenizer.ggml.eot_token_id", number(4))
     config = read_config(header.write(tmp_path / "model.gguf"))
     assert config.stop_tokens == (2, 4, 1)  # "<|eot_id|>" is an ordinary token there
+
+
+def test_the_end_of_a_message_ends_no_text_where_another_token_ends_the_turn(tmp_path: Path) -> None:
+    header = mixtral()
+    header.set(TOKENS, texts(["<unk>", "<|end|>", "<|return|>", "<|call|>", "a", "b"]))
+    header.set("tokenizer.ggml.token_type", numbers([2, 3, 3, 3, 1, 1]))
+    assert read_config(header.write(tmp_path / "model.gguf")).stop_tokens == (2, 3)
 
 
 @pytest.mark.parametrize("make", [mixtral, byte_pairs])

@@ -25,6 +25,7 @@ from mlx_nodes import TOY_DBRX, run_nodes
 from moesched import run_model
 from moesched.devices.kernels import mlx_elements
 from moesched.devices.kernels.mlx_elements import ONE_BY_ONE, Kernel
+from moesched.devices.kernels.mlx_functions import choose_experts
 from moesched.devices.kernels.mlx_rows import mlx_table
 from moesched.devices.kernels.seam import ROWS, STACK, Case
 from moesched.devices.mlx.device import MlxDevice
@@ -34,6 +35,7 @@ from moesched.devices.shared.page_reader import PageReader
 from moesched.errors import MoeschedError
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
+from moesched.models.networks import FeedForward, Router
 from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
@@ -90,6 +92,11 @@ def kernels(folder: Path, array: Any) -> int:
     """The operations that an array still waits for."""
     mx.export_to_dot(str(folder / "graph.dot"), array)
     return len(re.findall(r'label ?="[A-Za-z]', (folder / "graph.dot").read_text()))
+
+
+def test_scores_that_are_all_0_give_weights_of_0() -> None:
+    network = FeedForward(experts=3, top_k=2, router=Router(score="sigmoid"))
+    assert choose_experts(mx.full((1, 3), -200.0), network)[1].tolist() == [[0, 0]]
 
 
 def test_a_router_that_stays_is_converted_once_in_the_memory_that_the_plan_gives_it(tmp_path: Path) -> None:

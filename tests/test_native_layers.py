@@ -343,6 +343,17 @@ def test_a_nan_stays_in_its_token(native: NativeKernels) -> None:
     assert len(set(experts_Tk[1].tolist())) == PLAIN.routed.top_k
 
 
+def test_a_token_whose_scores_are_all_0_takes_nothing_from_its_experts(native: NativeKernels) -> None:
+    config = PLAIN.varied(router=Router(score="sigmoid"))
+    weights = weights_of(config)
+    weights["ffn_norm"][0].fill_(1)
+    for block in weights["router"]:
+        block.fill_(-5)
+    hidden_TD, attended_TX = torch.ones(2, 96).bfloat16(), torch.zeros(2, 96).bfloat16()
+    out_TD, *_ = after_attention(kernels_of(config, native), hidden_TD, attended_TX, weights)
+    assert torch.equal(out_TD, hidden_TD)
+
+
 @pytest.mark.skipif(not instruction_sets(), reason=availability())
 def test_rows_beyond_the_limit_and_columns_are_left_to_torch() -> None:
     weights = weights_of(PLAIN)

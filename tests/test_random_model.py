@@ -21,6 +21,8 @@ from moesched.models.config import ModelConfig
 from moesched.models.networks import Router
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
+from moesched.models.rotary import Rotary
+from odd_models import GPT_OSS
 from small_models import SMALL_DBRX, TINY
 
 DENSE = TINY.varied(experts=1, top_k=1, window=16, tied_embeddings=True, form="llama")
@@ -100,7 +102,9 @@ def test_hugging_face_loads_it_with_every_tensor_in_its_place(
     assert_same_tokens(model.float(), generated(directory, "float32"))
 
 
-@pytest.mark.parametrize("config", [TINY, DENSE, SOME_WINDOWS, QWEN, OLMOE, SMALL_DBRX])
+@pytest.mark.parametrize(
+    "config", [TINY, DENSE, SOME_WINDOWS, QWEN, OLMOE, SMALL_DBRX, GPT_OSS, GPT_OSS.varied(rotary=Rotary())]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_its_config_reads_back_as_the_shape_that_was_asked_for(
     tmp_path: Path, config: ModelConfig, dtype: str

@@ -85,6 +85,21 @@ LONGROPE = {
 }
 
 
+@pytest.mark.parametrize(("longest", "factor", "slowed"), [(512, 4.0, 1.0), (1024, 1.0, 0.5)])
+def test_the_longest_context_chooses_the_factors_whatever_the_scaling_says(
+    tmp_path: Path, longest: int, factor: float, slowed: float
+) -> None:
+    model = _read(tmp_path, rope_scaling=LONGROPE | {"factor": factor}, max_position_embeddings=longest)
+    assert model.attention.rotary.slowed(8) == [slowed] * PAIRS
+
+
+def test_both_spellings_may_say_the_same(tmp_path: Path) -> None:
+    newer = {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0}
+    older = {"type": "linear", "factor": 4.0}
+    both = _read(tmp_path, rope_theta=50.0, rope_parameters=newer, rope_scaling=older)
+    assert both.attention == _read(tmp_path, rope_parameters=newer).attention
+
+
 def test_a_context_as_long_as_those_of_the_training_has_the_short_factors(tmp_path: Path) -> None:
     whole = _read(tmp_path, rope_scaling=LONGROPE, max_position_embeddings=512).attention
     assert (whole.rotary.slowed(8), whole.rotary.magnitude) == ([1.0] * PAIRS, 1.0)

@@ -23,7 +23,7 @@ from moesched.devices.products.linear import expert_ffn, linear
 from moesched.devices.products.packed_weights import pack, packed_bytes, packing_pays
 from moesched.models.footprint import QUERY_TILE, TOKEN_TILE
 from moesched.models.layers import GroupedAttention
-from moesched.models.networks import FeedForward
+from moesched.models.networks import FeedForward, Router
 from moesched.models.shapes import SHAPES
 from reference import Reference, cut_in_three, generate, whole
 
@@ -166,6 +166,11 @@ def test_routing_takes_the_largest_logits_and_softmaxes_those() -> None:
     assert weights_Tk.dtype == torch.float32
     assert torch.equal(experts_Tk, logits.topk(3).indices.sort(-1).values)
     assert torch.allclose(weights_Tk, logits.gather(-1, experts_Tk).softmax(-1), atol=1e-5)
+
+
+def test_scores_that_are_all_0_give_weights_of_0() -> None:
+    network = FeedForward(experts=3, top_k=2, router=Router(score="sigmoid"))
+    assert expert_functions.choose_experts(torch.full((1, 3), -200.0), network)[1].tolist() == [[0, 0]]
 
 
 def test_sorting_puts_the_rows_of_an_expert_together() -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from moesched.models.networks import Activation, FeedForward, Router
+from moesched.models.networks import BESIDE_SUM, Activation, FeedForward, Router
 
 from ..products.linear import Blocks, Tensor, linear
 from .functions import tiles_of
@@ -70,8 +70,9 @@ def choose_experts(
     experts_Tk = choice_TE.topk(network.top_k, dim=-1).indices.sort(dim=-1).values
     chosen_Tk = scores_TE.gather(-1, experts_Tk)
     if router.score == "sigmoid":
-        weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdim=True) if router.normalised else chosen_Tk
-        return experts_Tk, weights_Tk * router.scale
+        if router.normalised:
+            chosen_Tk = chosen_Tk / (chosen_Tk.sum(-1, keepdim=True) + BESIDE_SUM)
+        return experts_Tk, chosen_Tk * router.scale
     if router.normalised:  # equals the chosen of a softmax over all, divided by their sum
         weights_Tk = chosen_Tk.softmax(dim=-1)
     else:

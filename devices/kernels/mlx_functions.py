@@ -19,7 +19,7 @@ import mlx.core as mx
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
 from moesched.models.layers import GroupedAttention
-from moesched.models.networks import FeedForward, Router
+from moesched.models.networks import BESIDE_SUM, FeedForward, Router
 
 from . import mlx_elements
 
@@ -229,8 +229,9 @@ def choose_experts(
     experts_Tk = mx.sort(experts_Tk.astype(mx.uint32), axis=-1)
     chosen_Tk = mx.take_along_axis(scores_TE, experts_Tk, axis=-1)
     if router.score == "sigmoid":
-        weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdims=True) if router.normalised else chosen_Tk
-        return experts_Tk, weights_Tk * router.scale
+        if router.normalised:
+            chosen_Tk = chosen_Tk / (chosen_Tk.sum(-1, keepdims=True) + BESIDE_SUM)
+        return experts_Tk, chosen_Tk * router.scale
     if router.normalised:
         weights_Tk = mx.softmax(chosen_Tk, axis=-1)
     else:

@@ -56,6 +56,7 @@ NULL_SAYS_SOMETHING = (
     "moe_normalize_expert_weights",
     "q_lora_rank",
     "attention_chunk_size",
+    "partial_rotary_factor",
 )
 """Keys for which null is a value. Any other null means the default, as a missing key does."""
 
@@ -80,6 +81,7 @@ class Keys(msgspec.Struct, kw_only=True):
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
+    is_causal: bool = True
     dtype: str | None = None
     torch_dtype: str | None = None
     per_layer_config: dict[str, Any] = {}
@@ -243,6 +245,7 @@ class ConfigFile:
         self.require("hidden_act", keys.hidden_act, "silu", "swish")
         self.require("attention_bias", keys.attention_bias, False)
         self.require("mlp_bias", keys.mlp_bias, False)
+        self.require("is_causal", keys.is_causal, True)
         self.require("per_layer_config", keys.per_layer_config, {})
 
     def _stops(self, keys: Keys) -> tuple[int, ...]:

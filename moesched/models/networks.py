@@ -11,6 +11,9 @@ from moesched.models.tensor_shapes import Shape
 
 Score = Literal["softmax", "sigmoid"]
 
+BESIDE_SUM = 1e-20
+"""Number that is added to a sum of sigmoid scores before they are divided by it: scores of 0 give weights of 0."""
+
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
     """The rule by which a token's experts are chosen: those with the highest scores.

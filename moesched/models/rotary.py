@@ -132,6 +132,7 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
 
     Attributes:
         factor: ratio of the longest context to the context length of the training; `magnitude` grows with it.
+        max_position_embeddings: length of the longest context in tokens.
         long_factor, short_factor: for each pair, the number that divides its frequency, for models with contexts longer
             than in training, and for others.
         attention_factor: multiplies cosines and sines; None derives it from `factor`.
@@ -139,6 +140,7 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
 
     long_factor: tuple[float, ...]
     short_factor: tuple[float, ...]
+    max_position_embeddings: int
     original_max_position_embeddings: int
     attention_factor: float | None = None
 
@@ -153,7 +155,8 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
         """Return the ratio of scaled to unscaled frequency of each pair, given the unscaled frequencies."""
-        return [1 / each for each in (self.long_factor if self.factor > 1 else self.short_factor)]
+        is_longer = self.max_position_embeddings > self.original_max_position_embeddings
+        return [1 / each for each in (self.long_factor if is_longer else self.short_factor)]
 
     def problem(self, pairs: int) -> str:
         """Return the reason why a head with `pairs` rotated pairs cannot have this scaling; empty if it can."""

@@ -44,11 +44,11 @@ def read_rotary(
         partial: whether models of this family may rotate a part of each head.
 
     Raises:
-        BadInput: the type is unknown, a value is impossible, or the family rotates whole heads.
+        BadInput: the type is unknown, a value is impossible, the family rotates whole heads, or layers differ.
     """
     file.require_size("head_dim", head_dim)
     file.require_size("max_position_embeddings", max_positions)
-    nested = {**(keys.rope_parameters or {}), **(keys.rope_scaling or {})}
+    nested = _nested(file, keys)
     rope = convert_value(nested, RopeKeys, str(file.path), RESTORE)
     share = keys.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
     if not partial:
@@ -68,6 +68,27 @@ def read_rotary(
     return rotary
 
 
+def _nested(file: ConfigFile, keys: Keys) -> dict[str, Any]:
+    """Return the nested keys of the rotary embedding, which newer files call rope_parameters, older ones rope_scaling.
+
+    Raises:
+        BadInput: the file has both and they differ, or layers of different kinds have their own.
+    """
+    newer, older = keys.rope_parameters or {}, keys.rope_scaling or {}
+    if newer and older and _spelled(newer, keys) != _spelled(older, keys):
+        raise file.impossible("rope_parameters and rope_scaling differ", "they must agree")
+    nested = older or newer
+    if by_kind := [key for key, value in nested.items() if isinstance(value, dict)]:
+        raise file.unsupported("rope_parameters", by_kind, "one rotary embedding for all layers")
+    return nested
+
+
+def _spelled(nested: dict[str, Any], keys: Keys) -> dict[str, Any]:
+    """Return nested keys as newer files spell them, with the base and the type."""
+    usual = {"rope_theta": keys.rope_theta, "rope_type": nested.get("type", DEFAULT)}
+    return usual | {key: value for key, value in nested.items() if key != "type"}
+
+
 def rotary_json(rotary: Rotary) -> dict[str, Any]:
     """Return the keys of config.json that describe a rotary embedding of whole heads."""
     scaling = {} if rotary.scaling is None else {"rope_scaling": msgspec.to_builtins(rotary.scaling)}
@@ -85,5 +106,6 @@ def _scaling(file: ConfigFile, rope: RopeKeys, values: dict[str, Any], longest: 
     if kind == LONGROPE and isinstance(values[TRAINED], int) and values[TRAINED]:
         values = {"factor": longest / values[TRAINED]} | values
     where = f"{file.path}: rotary embedding of type {kind}"
-    scaling: Scaling = convert_value(values | {"rope_type": kind}, Scaling, where, RESTORE)  # type: ignore[arg-type]  # a union is no type to mypy
+    values |= {"rope_type": kind, "max_position_embeddings": longest}
+    scaling: Scaling = convert_value(values, Scaling, where, RESTORE)  # type: ignore[arg-type]  # a union is no type to mypy
     return scaling

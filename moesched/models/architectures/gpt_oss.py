@@ -60,7 +60,7 @@ def read(file: ConfigFile) -> ModelConfig:
     """Convert config.json to a ModelConfig."""
     keys = file.keys(GptOssKeys)
     file.require_layers(keys.num_hidden_layers)
-    if keys.rope_parameters is None and keys.rope_scaling is None:
+    if keys.rope_parameters is None and not keys.rope_scaling:
         keys = replace(keys, rope_parameters=YARN)
     network = _network(
         experts=keys.num_local_experts,
@@ -81,19 +81,25 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     attention, routed = config.attention, config.routed
     windows = [layer.grouped.window for layer in config.pattern]
-    return llama_like.config_json(config) | {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "attention_bias": bool(attention.biases),
-        "head_dim": attention.head_dim,
-        "intermediate_size": routed.intermediate,
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-        "num_experts_per_tok": routed.top_k,
-        "num_local_experts": routed.experts,
-        "sliding_window": next((window for window in windows if window is not None), None),
-        "swiglu_alpha": routed.activation.alpha,
-        "swiglu_limit": routed.activation.limit,
-    }
+    # Without this key, config.json means YaRN.
+    rotation = {} if attention.rotary.scaling else {"rope_scaling": {"rope_type": "default"}}
+    return (
+        rotation
+        | llama_like.config_json(config)
+        | {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "attention_bias": bool(attention.biases),
+            "head_dim": attention.head_dim,
+            "intermediate_size": routed.intermediate,
+            "layer_types": [FULL if window is None else SLIDING for window in windows],
+            "num_experts_per_tok": routed.top_k,
+            "num_local_experts": routed.experts,
+            "sliding_window": next((window for window in windows if window is not None), None),
+            "swiglu_alpha": routed.activation.alpha,
+            "swiglu_limit": routed.activation.limit,
+        }
+    )
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:

@@ -8,7 +8,6 @@ from typing import Any
 from moesched.models.architectures import llama_like
 from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import FULL, SLIDING, LlamaLikeKeys
-from moesched.models.architectures.mixtral import window
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.networks import FeedForward
@@ -23,7 +22,7 @@ class LlamaKeys(LlamaLikeKeys, kw_only=True):
 
 
 class MistralKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json that are read for a Mistral, or a Ministral, whose layers may differ in their window."""
+    """The keys of config.json that are read for a Mistral or a Ministral, whose layers may differ in their window."""
 
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] = ()
@@ -34,10 +33,9 @@ def read(file: ConfigFile) -> ModelConfig:
     if file.model_type == "llama":
         return _build(file, file.keys(LlamaKeys), None)
     keys = file.keys(MistralKeys)
-    if file.model_type == "ministral" and keys.layer_types:
-        kinds = llama_like.windows(file, keys, keys.layer_types, keys.sliding_window)
-        return _build(file, keys, *kinds)
-    return _build(file, keys, window(file, keys.sliding_window, keys.layer_types))
+    if not keys.layer_types:
+        return _build(file, keys, keys.sliding_window)
+    return _build(file, keys, *llama_like.windows(file, keys, keys.layer_types, keys.sliding_window))
 
 
 def _build(file: ConfigFile, keys: LlamaLikeKeys, *windows: int | None) -> ModelConfig:

@@ -51,9 +51,10 @@ def read(file: ConfigFile) -> ModelConfig:
     file.require("use_routing_bias", keys.use_routing_bias, True)
     file.require("scoring_func", keys.scoring_func, "sigmoid")
     file.require("shared_intermediate_size", keys.shared_intermediate_size, 0)
-    if keys.rotary_dim is not None and keys.head_dim:
+    if keys.rotary_dim is not None:
         file.require_size("rotary_dim", keys.rotary_dim)
-        keys = replace(keys, partial_rotary_factor=keys.rotary_dim / keys.head_dim)
+        if keys.partial_rotary_factor is None and keys.head_dim:
+            keys = replace(keys, partial_rotary_factor=keys.rotary_dim / keys.head_dim)
     network = FeedForward(
         experts=keys.num_local_experts,
         top_k=keys.num_experts_per_tok,

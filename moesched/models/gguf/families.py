@@ -84,9 +84,9 @@ def _granite_moe(keys: GgufKeys) -> dict[str, Any]:
     return _llama_like(keys) | {
         "model_type": "granitemoe",
         "attention_multiplier": keys.attention__scale or max(keys.head_dim, 1) ** -0.5,
-        "embedding_multiplier": keys.embedding_scale,
-        "residual_multiplier": keys.residual_scale,
-        "logits_scaling": keys.logit_scale,
+        "embedding_multiplier": keys.embedding_scale or 1.0,
+        "residual_multiplier": keys.residual_scale or 1.0,
+        "logits_scaling": keys.logit_scale or 1.0,
     }
 
 

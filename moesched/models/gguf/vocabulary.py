@@ -35,6 +35,8 @@ ENDS = frozenset(
     ]
 )
 """Control tokens that end a text in some model, whether the metadata name them or not."""
+END_OF_MESSAGE, ENDS_OF_TURN = "<|end|>", frozenset(["<|return|>", "<|call|>"])
+"""In a vocabulary with all of them, as gpt-oss's, a text goes on after the first, which ends a message of a turn."""
 
 
 class TokenType(IntEnum):
@@ -82,12 +84,15 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     def stop_tokens(self) -> tuple[int, ...]:
         """Ids of tokens that end a text: those that the metadata name, then other tokens whose text is in `ENDS`."""
         named = (self.eos_token_id, self.eot_token_id, self.eom_token_id)
-        found = (
-            number
+        found = {
+            token: number
             for number, token in enumerate(self.tokens)
             if token in ENDS and self.has_type(number, TokenType.CONTROL, TokenType.USER_DEFINED)
-        )
-        return tuple(dict.fromkeys([*(each for each in named if each is not None), *found]))
+        }
+        stops = dict.fromkeys([*(each for each in named if each is not None), *found.values()])
+        if found.keys() >= ENDS_OF_TURN:
+            stops.pop(found.get(END_OF_MESSAGE, -1), None)
+        return tuple(stops)
 
 
 def read_vocabulary(parts: GgufParts) -> Vocabulary:
