@@ -303,8 +303,10 @@ class Task(msgspec.Struct, eq=False, gc=False):
         if self.state < DONE:
             yield self
         if self.state != DONE:
-            assert self.cause is not None
-            raise self.cause
+            raise self.cause or PolicyError(
+                f"{self!r} was awaited by a coroutine that was resumed too early: yield the handle on, and resume "
+                "the coroutine once the handle has settled"
+            )
         return self._value
 
     def __getitem__(self, key: object) -> Any:

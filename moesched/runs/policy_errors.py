@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import NamedTuple
 
-from moesched.errors import MoeschedError, PolicyError
+from moesched.errors import MoeschedError, PolicyError, TaskCancelled
 from moesched.system.source_lines import is_a_librarys, is_ours, is_pythons
 
 MOST_FRAMES = 4
@@ -54,20 +54,37 @@ class Frame(NamedTuple):
 
 def is_policys(error: BaseException) -> bool:
     """Test whether an error came from a policy's code: it broke a rule, or raised an exception of its own."""
-    if isinstance(error, MoeschedError):
+    if isinstance(error, MoeschedError) and not isinstance(error, TaskCancelled):
         return isinstance(error, PolicyError)
     return bool(own_frames(error)) or _has_other_arguments(error)
 
 
 def explained(error: BaseException) -> list[str]:
-    """Return lines that explain a policy's error: its line and text, the policy's frames if several, and a hint."""
+    """Return lines that explain a policy's error: its line and text, the policy's frames if several, and a hint.
+
+    Of a group of errors that holds one, this one is explained; if it holds several, each gets a line of its own.
+    """
+    members = list(_members(error))
+    if len(members) == 1:
+        error = members[0]
     frames = own_frames(error)
     what = in_words(error)
     lines = [f"{policy_line(error)}: {what}"]
     if len(frames) > 1:
         lines += [f"  {frame} in {frame.function}: {frame.source}" for frame in frames[-MOST_FRAMES:]]
+    if len(members) > 1:
+        lines += [f"  {policy_line(each)}: {in_words(each)}" for each in members[:MOST_FRAMES]]
     lines += [f"  hint: {hint}" for pattern, hint in _HINTS if re.search(pattern, what)][:1]
     return lines
+
+
+def _members(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors that a group of errors holds, also those of groups in it; of any other error, the error."""
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _members(each)
+    else:
+        yield error
 
 
 def policy_line(error: BaseException) -> str:
