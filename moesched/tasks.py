@@ -375,7 +375,11 @@ def story_of(task: Task, error: BaseException) -> str:
     """Return a failed task's label, lane, number of tasks that it waited for, submitting line and error, in words."""
     waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
     place = f", submitted at {task.line}" if task.code is not None else ""
-    return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
+    try:
+        said = repr(error)
+    except Exception:  # as of a tensor of a device that is lost; the task must settle nevertheless
+        said = f"{type(error).__name__}, whose text cannot be read"
+    return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {said}"
 
 
 def cancelled_by(task: Task) -> BaseException:
