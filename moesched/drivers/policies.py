@@ -160,7 +160,7 @@ def results_of(runs: Sequence[PolicyCoroutine]) -> list[Any]:
             only if no coroutine has another error.
     """
     errors = [run.error for run in runs if run.error is not None]
-    errors.sort(key=lambda error: isinstance(error, TaskCancelled))
+    errors.sort(key=_only_cancelled)
     for run in runs:
         run.error = None  # a task refers to the run that awaited it, and an error to tasks
     try:
@@ -169,6 +169,14 @@ def results_of(runs: Sequence[PolicyCoroutine]) -> list[Any]:
     finally:
         errors.clear()
     return [run.result for run in runs]
+
+
+def _only_cancelled(error: BaseException) -> bool:
+    """Test whether an error is a TaskCancelled, or a group of nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        _, others = error.split(TaskCancelled)
+        return others is None
+    return isinstance(error, TaskCancelled)
 
 
 def _no_coroutine(policy: Policy, step: Step, gave: object) -> PolicyError:
