@@ -347,8 +347,10 @@ class Task(msgspec.Struct, eq=False, gc=False):
         if self.state < DONE:
             yield self
         if self.state != DONE:
-            assert self.cause is not None
-            raise self.cause
+            raise self.cause or PolicyError(
+                f"{self!r} was awaited by a coroutine that was resumed too early: yield the handle on, and resume "
+                "the coroutine once the handle has settled"
+            )
         return self._value
 
     def __getitem__(self, key: object) -> Any:
@@ -417,7 +419,11 @@ def story_of(task: Task, error: BaseException) -> str:
     """Return a failed task's label, lane, number of tasks that it waited for, submitting line and error, in words."""
     waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
     place = f", submitted at {task.line}" if task.code is not None else ""
-    return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
+    try:
+        said = repr(error)
+    except Exception:  # as of a tensor of a device that is lost; the task must settle nevertheless
+        said = f"{type(error).__name__}, whose text cannot be read"
+    return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {said}"
 
 
 def cancelled_by(task: Task) -> BaseException:

@@ -209,6 +209,19 @@ def test_a_halting_engine_raises_the_failure_at_the_next_submission() -> None:
         script.submit("next", "gpu")
 
 
+def test_a_task_whose_error_has_no_readable_text_fails_like_others() -> None:
+    class Unreadable(Exception):
+        def __repr__(self) -> str:
+            raise RuntimeError("the device is lost")
+
+    lane = Lane("gpu")
+    engine = CheckedEngine([lane])
+    task = engine.submit(Kernel(lane, WORK, "kernel"))
+    engine.fail(task, Unreadable())
+    assert "Unreadable, whose text cannot be read" in str(engine.failure)
+    engine.check_over()
+
+
 def test_the_story_of_a_failure_names_the_line_that_submitted_the_task() -> None:
     lane = Lane("gpu")
     engine = CheckedEngine([lane])

@@ -118,6 +118,13 @@ def test_a_mistake_deep_within_shows_the_policys_own_frames(
     ]
 
 
+def test_each_error_of_a_group_is_told_at_its_line(command: Any, no_text: Path, simulated: list[Any]) -> None:
+    said = command(*simulated, "--model", no_text, "--policy", faulty_policy("FailsTwiceInAGroup"))
+    number = line_of((FAULTY / "errors.py").read_text(), "FailsTwiceInAGroup", "COPY[name]")
+    shown = [line.rpartition("errors.py:")[2] for line in said.err.splitlines()[1:]]
+    assert shown == [f"{number}: KeyError: 'experts'", f"{number}: KeyError: 'router'"]
+
+
 def test_what_a_policy_prints_is_not_among_the_json(
     command: Any, no_text: Path, simulated: list[Any]
 ) -> None:

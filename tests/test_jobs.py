@@ -211,13 +211,23 @@ def test_a_workload_that_cannot_be_predicted_is_told(
             moesched.run_model(model, [])
 
 
+class Starts:
+    """Observes when each task started, and where."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str, str]] = []
+
+    def ended(self, task: Task) -> None:
+        self.seen.append((task.start, task.lane.name, task.verb))
+
+
 def test_a_replayed_prediction_counts_the_same_tasks_as_one_that_is_driven() -> None:
     counted = []
     for replay in (False, True):
-        policy, meter, diary = make_policy("cgopipe"), KindMeter(), Diary()
+        policy, meter, diary, starts = make_policy("cgopipe"), KindMeter(), Diary(), Starts()
         plan = make_plan(policy, new_tokens=9, budgets=FORTY_PERCENT)
-        simulate(plan, policy, sharing=False, replay=replay, observers=[meter, diary])
-        counted.append((meter.kinds(), diary.loads))
+        simulate(plan, policy, sharing=False, replay=replay, observers=[meter, diary, starts])
+        counted.append((meter.kinds(), diary.loads, sorted(starts.seen)))
     assert counted[0] == counted[1]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from moesched.dispatch.node_placement import Placement
@@ -296,6 +297,12 @@ def test_nodes_that_disagree_on_who_runs_what_are_named() -> None:
 def test_a_placement_that_cannot_be_is_refused(placement: Any, said: str) -> None:
     with pytest.raises(PolicyError, match=f"place_experts: {said}"):
         NODES.plan(Scripted(leave_out_its_own, placement))
+
+
+def test_experts_of_numpy_are_placed_as_plain_integers_which_messages_can_hold() -> None:
+    plan = NODES.plan(Scripted(leave_out_its_own, np.array_split(np.arange(4), 2)))
+    assert plan.nodes.placement == HALVES
+    assert {type(expert) for held in plan.nodes.placement for expert in held} == {int}
 
 
 def test_experts_that_do_not_fit_a_node_are_refused_with_the_bytes_and_the_node() -> None:

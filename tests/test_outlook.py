@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from random import Random
 from typing import Any, Literal
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meddling import CASE, CLOCKS, Everything, Meddling, Mistake, refused
 from moesched.dispatch import LayerByLayer, keep_dense, leave_on_host, place_kv_that_fits, users_of
 from moesched.dispatch.expert_placement import Routed
 from moesched.drivers.capture import NotFixed
-from moesched.errors import BadInput
+from moesched.drivers.virtual import VirtualDriver
+from moesched.engine import Engine
+from moesched.errors import BadInput, TaskCancelled
 from moesched.models.layout import weight_layout
 from moesched.models.tensor_parallel import cut_config
 from moesched.policies.layer_streaming import LayerStreaming
 from moesched.requests.batch import split_batch
 from moesched.runs.simulation import simulate
+from moesched.steps.expected_ends import expected_ends
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
-from moesched.tasks import Task
+from moesched.tasks import DONE, Block, Kernel, Lane, Task, Work
 from moesched.testing import check_policy, run_on_symbols
 from moesched.testing.policy_checks import Clock
 from runs import make_plan
@@ -120,6 +126,45 @@ def test_on_the_virtual_clock_expected_ends_are_the_real_ones(
     run_on_symbols(policy, CASE.plan(policy))
     assert len(policy.expected) > 50
     assert policy.expected == policy.real
+
+
+WORKS = [Work(f"of {nanoseconds} ns", "gpu", nanoseconds=nanoseconds) for nanoseconds in (1, 2, 3)]
+
+
+@given(st.randoms(use_true_random=False))
+def test_expected_ends_are_the_real_ones_whatever_is_joined_cancelled_and_promoted(draw: Random) -> None:
+    lanes = [Lane(name, draw.choice(("in_order", "ready_first"))) for name in ("gpu", "link", "host")]
+    engine = Engine(lanes, halt_on_failure=False)
+    cost: Any = None  # the works have their times
+    driver = VirtualDriver([engine], cost)
+    blocks = [Block(name) for name in "abcde"]
+    tasks: list[Task] = []
+    expected: dict[int, int] = {}
+
+    def submit() -> None:
+        reads, writes = draw.sample(blocks, draw.randrange(3)), draw.sample(blocks, draw.randrange(3))
+        if draw.random() < 0.2:
+            engine.join(reads, writes)
+            return
+        task = Kernel(draw.choice(lanes), draw.choice(WORKS), "task")
+        tasks.append(engine.submit(task, reads, writes, (), draw.randrange(-1, 3)))
+        if draw.random() < 0.2:
+            engine.cancel(draw.choice(tasks))
+        if draw.random() < 0.2:
+            engine.promote(draw.choice(tasks), 0)
+
+    async def policy() -> None:
+        for _ in range(4):
+            for _ in range(draw.randrange(9)):
+                submit()
+            if tasks:
+                with suppress(TaskCancelled):
+                    await draw.choice(tasks)
+        expected.update(expected_ends(lanes, tasks, driver.now, lambda work: work.nanoseconds).tasks)
+
+    driver.run(policy())
+    ran = [task for task in tasks if task.id in expected and task.state == DONE]
+    assert [expected[task.id] for task in ran] == [task.end for task in ran]
 
 
 class Watching(Everything):

@@ -309,6 +309,17 @@ def test_a_policy_that_awaits_asyncio_is_told_that_it_may_not() -> None:
         machine.run(policy())
 
 
+def test_a_policy_cannot_set_a_timeout_which_would_cancel_the_run() -> None:
+    machine = Machine("gpu")
+
+    async def policy() -> None:
+        async with asyncio.timeout(60):
+            await machine.submit("gpu", "task")
+
+    with pytest.raises(PolicyError, match="may await the handles of its tasks only"):
+        machine.run(policy())
+
+
 def interrupted(
     machine: Machine, policy: Callable[[Callable[[], object]], Coroutine[Task, Any, None]]
 ) -> None:

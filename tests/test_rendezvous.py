@@ -255,6 +255,22 @@ def test_a_policy_error_on_one_rank_ends_the_others_with_it() -> None:
         engine.check_over()
 
 
+def test_a_rank_that_groups_its_errors_does_not_hide_the_error_of_another_rank() -> None:
+    engines = [CheckedEngine([Lane("net")]) for _ in range(2)]
+
+    async def gathers() -> None:
+        try:
+            await reducing(engines[0], True, [])
+        except TaskCancelled as error:
+            raise ExceptionGroup("of the children", [error]) from error
+
+    async def gives_up() -> None:
+        raise PolicyError("enough")
+
+    with pytest.raises(PolicyError, match="enough"):
+        VirtualDriver(engines, Nothing()).run(gathers(), gives_up())
+
+
 # -- the transport ---------------------------------------------------------------------------------
 
 

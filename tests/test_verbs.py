@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from meddling import CASE, Everything
 from moesched.machines import load_machine
 from moesched.plugins import make_policy
 from moesched.steps import step
@@ -13,7 +16,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.verbs.page import TABLE, overview, page
 from moesched.steps.verbs.table import VERBS, paths, picture
 from moesched.tasks import Kernel, Lane, Work
-from moesched.testing import Case
+from moesched.testing import Case, run_on_symbols
 from moesched.testing.symbolic import SymbolicDevice
 from moesched.testing.symbolic.attention import Attention
 from moesched.testing.symbolic.batch import SymbolicBatch
@@ -66,3 +69,30 @@ def test_the_symbolic_device_names_a_verb_without_an_entry() -> None:
     task = Kernel(Lane("accelerator"), Work("unknown", "gpu"), "transmogrify", 2, 1)
     with pytest.raises(NotImplementedError, match=r"transmogrify L2 mb1: .* has no verb transmogrify"):
         device.execute(task)
+
+
+class CountsWithNumpy(Everything):
+    """Takes its numbers from arrays."""
+
+    async def prefill(self, step: Any) -> None:
+        for j in np.array(step.micro_batches):
+            step.embed(j)
+            for i in np.arange(len(step.layers)):
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                for expert in np.array(sorted(await step.route(i, j))):
+                    step.run_expert(i, expert, j)
+                if i + 1 in step.layers:
+                    step.preview_route(i + 1, j)
+                step.combine(i, j)
+            step.sample(j)
+
+    decode = prefill
+
+
+def test_numbers_of_numpy_become_plain_integers_which_traces_and_reports_can_hold() -> None:
+    policy = CountsWithNumpy()
+    ended = run_on_symbols(policy, CASE.plan(policy))
+    assert ended.tokens == ended.expected
+    numbers = [(task.layer, task.expert, task.micro_batch, getattr(task, "ahead", 0)) for task in ended.tasks]
+    assert {type(each) for task in numbers for each in task} == {int}

@@ -193,10 +193,10 @@ class Launch:
             return  # all tokens were generated before the loss
         everywhere = frozenset().union(*self._held.values())
         here = frozenset().union(*(self._held.get(node.host.rank, ()) for node in left))
-        if not here or here < everywhere:
+        if not left or here < everywhere:
+            why = "the others do not hold its experts" if left else "no node is left"
             raise NodeLost(
-                f"{gone.host} is lost: {gone.lost}; the others do not hold its experts; {self.log.count} tokens "
-                "were generated",
+                f"{gone.host} is lost: {gone.lost}; {why}; {self.log.count} tokens were generated",
                 gone.host.rank,
             )
         self._renew(left)

@@ -7,6 +7,7 @@ same tasks on the same lanes, with edges equally far back in program order), all
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 from moesched.drivers.policies import scheduled
@@ -329,5 +330,6 @@ def _run_through(main: Generator[Task, None, None]) -> None:
         main.send(None)
     except StopIteration:
         return
-    main.close()
+    with suppress(Exception):  # of a `finally` that awaits, which is in order where tasks run
+        main.close()
     raise NotFixed

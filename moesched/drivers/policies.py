@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import coroutine
@@ -13,6 +14,9 @@ from moesched.steps.step import Step
 from moesched.steps.verbs.base import gate_of
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.tasks import DONE, Join, Lane, Task
+
+_NEEDS_A_LOOP = re.compile("no running event loop|'create_future'|inside a task|the parent task")
+"""Texts of the errors that asyncio raises in a policy, which no event loop runs."""
 
 
 class PolicyCoroutine:
@@ -61,8 +65,9 @@ class PolicyCoroutine:
                 self.done, self.result = True, end.value
                 return
             except BaseException as error:
-                if isinstance(error, RuntimeError) and "no running event loop" in str(error):
-                    error = _awaits_a_stranger("something of asyncio")
+                if isinstance(error, (RuntimeError, AttributeError)) and _NEEDS_A_LOOP.search(str(error)):
+                    trace = error.__traceback__
+                    error = _awaits_a_stranger("something of asyncio").with_traceback(trace)
                 self.done, self.error = True, error
                 return
             if not isinstance(awaited, Task):
@@ -158,7 +163,7 @@ def results_of(runs: Sequence[PolicyCoroutine]) -> list[Any]:
             only if no coroutine has another error.
     """
     errors = [run.error for run in runs if run.error is not None]
-    errors.sort(key=lambda error: isinstance(error, TaskCancelled))
+    errors.sort(key=_only_cancelled)
     for run in runs:
         run.error = None  # a task refers to the run that awaited it, and an error to tasks
     try:
@@ -167,6 +172,14 @@ def results_of(runs: Sequence[PolicyCoroutine]) -> list[Any]:
     finally:
         errors.clear()
     return [run.result for run in runs]
+
+
+def _only_cancelled(error: BaseException) -> bool:
+    """Test whether an error is a TaskCancelled, or a group of nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        _, others = error.split(TaskCancelled)
+        return others is None
+    return isinstance(error, TaskCancelled)
 
 
 def _no_coroutine(policy: Policy, step: Step, gave: object) -> PolicyError:

@@ -188,8 +188,7 @@ class RealtimeDriver:
                 runner.open()
                 opened.callback(runner.close)
             try:
-                for run in self._runs:
-                    self._resume(run)
+                self._loop.call_soon(self._begin)  # so that a policy's timeout cannot cancel this task
                 await self._over
             except asyncio.CancelledError:
                 await self._stop()
@@ -201,6 +200,11 @@ class RealtimeDriver:
         return results_of(self._runs)
 
     # -- on the loop -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        for run in self._runs:
+            if not run.done:  # by a cancellation
+                self._resume(run)
 
     def _resume(self, run: PolicyCoroutine) -> None:
         engine = self._engines[run.rank]

@@ -111,7 +111,7 @@ class ReplayedRun:
         return awaits
 
     def tasks(self) -> Iterator[Task]:
-        """Yield the tasks as a driver would pass them to observers, step by step, joins included."""
+        """Yield the tasks as they would have ended in a driver, step by step and in program order, joins included."""
         number = 0
         for index, graph in enumerate(self.steps):
             shift = number - graph.first

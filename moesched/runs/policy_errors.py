@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import NamedTuple
 
-from moesched.errors import MoeschedError, PolicyError
+from moesched.errors import MoeschedError, PolicyError, TaskCancelled
 from moesched.system.source_lines import is_a_librarys, is_ours, is_pythons
 
 MOST_FRAMES = 4
@@ -54,24 +54,45 @@ class Frame(NamedTuple):
 
 def is_policys(error: BaseException) -> bool:
     """Test whether an error came from a policy's code: it broke a rule, or raised an exception of its own."""
-    if isinstance(error, MoeschedError):
+    if isinstance(error, MoeschedError) and not isinstance(error, TaskCancelled):
         return isinstance(error, PolicyError)
     return bool(own_frames(error)) or _has_other_arguments(error)
 
 
 def explained(error: BaseException) -> list[str]:
-    """Return lines that explain a policy's error: its line and text, the policy's frames if several, and a hint."""
+    """Return lines that explain a policy's error: its line and text, the policy's frames if several, and a hint.
+
+    Of a group of errors that holds one, this one is explained; if it holds several, each gets a line of its own.
+    """
     frames = own_frames(error)
     what = in_words(error)
     lines = [f"{policy_line(error)}: {what}"]
     if len(frames) > 1:
         lines += [f"  {frame} in {frame.function}: {frame.source}" for frame in frames[-MOST_FRAMES:]]
+    if len(members := list(_members(error))) > 1:
+        lines += [f"  {policy_line(each)}: {in_words(each)}" for each in members[:MOST_FRAMES]]
     lines += [f"  hint: {hint}" for pattern, hint in _HINTS if re.search(pattern, what)][:1]
     return lines
 
 
+def _members(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors that a group of errors holds, also those of groups in it; of any other error, the error."""
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _members(each)
+    else:
+        yield error
+
+
+def _sole(error: BaseException) -> BaseException:
+    """Return the error that a group of errors holds, if it holds one; else return what was given."""
+    first, *others = _members(error)
+    return error if others else first
+
+
 def policy_line(error: BaseException) -> str:
     """Return the line of the policy that an error came from, as file:line; "the policy" where the line is unknown."""
+    error = _sole(error)
     if isinstance(error, PolicyError) and error.line:
         return error.line
     frames = own_frames(error)
@@ -82,7 +103,7 @@ def own_frames(error: BaseException) -> list[Frame]:
     """Return the policy's frames in an error's traceback, outermost first; of a recursion only the first frame."""
     frames: list[Frame] = []
     called = False
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    for frame, number in traceback.walk_tb(_sole(error).__traceback__):
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         if module in _CALLERS_OF_POLICIES:
             frames, called = [], True  # inner frames are the policy, or functions that it called
@@ -104,6 +125,7 @@ def _has_other_arguments(error: BaseException) -> bool:
 def in_words(error: BaseException) -> str:
     """Return the error's type and text; for an unknown attribute also a similar name."""
     meant = ""
+    error = _sole(error)
     if isinstance(error, AttributeError) and error.name:
         meant = "".join(
             f": did you mean {each!r}?" for each in get_close_matches(error.name, dir(error.obj), 1)

@@ -24,6 +24,7 @@ from moesched.runs.watched import observers_of
 from moesched.seams import Observer, Policy, Routing
 from moesched.steps.contention import lanes_contend
 from moesched.steps.plan import Plan
+from moesched.tasks import Join
 from moesched.trace import LastSteps, Recorder
 
 
@@ -115,7 +116,8 @@ def _replay(
             observer.replayed(replayed)
         else:
             for task in replayed.tasks():
-                observer.ended(task)
+                if not isinstance(task, Join):  # it does not run
+                    observer.ended(task)
     ends = replayed.step_ends()
     return Outcome(
         loaded=ends[0],

@@ -40,9 +40,12 @@ def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price:
         price: returns the nanoseconds that a task takes, from its `Work`.
     """
     tasks = _unsettled(lanes, asked)
-    ends = _Lookahead(tasks, price).play(now)
+    ahead = _Lookahead(tasks, price)
+    ends = ahead.play(now)
     last: dict[Lane, int] = {}
     for number, end in ends.items():
+        if number in ahead.cancelled:
+            continue
         lane = tasks[number].lane
         last[lane] = max(end, last.get(lane, now))
     return ExpectedEnds(ends, last)
@@ -73,7 +76,11 @@ def _waiting_for(task: Task) -> list[Task]:
 class _Lookahead:
     """A simulation of the tasks that have not ended.
 
-    A lane runs one task at a time. Of the ready ones, it takes the one with the lowest `Task.key`, its priority.
+    A lane runs one task at a time. Of the ready ones, it takes the one with the lowest `Task.key`, its priority. Joins,
+    and tasks that are cancelled or need the result of one, end without a lane once all that they wait for has ended.
+
+    Attributes:
+        cancelled: ids of the tasks that will not run.
     """
 
     def __init__(self, tasks: Mapping[int, Task], price: Price) -> None:
@@ -83,42 +90,62 @@ class _Lookahead:
             number: list(dict.fromkeys(each.id for each in _waiting_for(task)))
             for number, task in tasks.items()
         }
+        self.cancelled: set[int] = set()
+        for number in sorted(tasks):
+            task = tasks[number]
+            lost = task.cause is not None or not self.cancelled.isdisjoint(task.deps[: task.inputs])
+            if lost and task.state < RUNNING:
+                self.cancelled.add(number)
         self._keep_order()
         self._waits = Counter(chain.from_iterable(self._later.values()))
         self._ready: defaultdict[Lane, list[tuple[int, int]]] = defaultdict(list)
         self._running: dict[Lane, int] = {}
-        self._events: list[tuple[int, int]] = []
+        self._events: list[tuple[int, int, int]] = []
+        self._ends: dict[int, int] = {}
 
     def play(self, now: int) -> dict[int, int]:
         """Run the simulation from the time `now`; returns the end of each task in nanoseconds, by `Task.id`."""
-        ends: dict[int, int] = {}
+        ended: list[int] = []
         first = [number for number in self._tasks if not self._waits[number]]
         for number in sorted(first, key=lambda number: self._tasks[number].state != RUNNING):
-            self._add(number, now)
+            self._release(number, now, ended)
+        self._end(ended, now)
         while self._events:
-            now, number = heappop(self._events)
-            ends[number] = now
+            now, _, number = heappop(self._events)
+            self._end([number], now)
             lane = self._tasks[number].lane
+            del self._running[lane]
+            self._start_next(lane, now)
+        return self._ends
+
+    def _keep_order(self) -> None:
+        """Add edges so that each task of an in-order lane waits for those before it on that lane."""
+        before: defaultdict[Lane, list[int]] = defaultdict(list)
+        for number in sorted(self._tasks):
+            lane = self._tasks[number].lane
+            if not lane.in_order:
+                continue
+            if number not in self.cancelled:
+                for other in before[lane]:
+                    self._later[other].append(number)
+                before[lane].clear()
+            before[lane].append(number)
+
+    def _end(self, ended: list[int], now: int) -> None:
+        """End tasks, and those behind them that need no lane; put what can run then on its lane."""
+        for number in ended:
+            self._ends[number] = now
             for later in self._later[number]:
                 self._waits[later] -= 1
                 if not self._waits[later]:
-                    self._add(later, now)
-            del self._running[lane]
-            self._start_next(lane, now)
-        return ends
+                    self._release(later, now, ended)
 
-    def _keep_order(self) -> None:
-        """Add edges so that each task of an in-order lane waits for the task before it on that lane."""
-        last: dict[Lane, int] = {}
-        for number in sorted(self._tasks):
-            lane = self._tasks[number].lane
-            if lane.in_order:
-                if lane in last:
-                    self._later[last[lane]].append(number)
-                last[lane] = number
-
-    def _add(self, number: int, now: int) -> None:
+    def _release(self, number: int, now: int, ended: list[int]) -> None:
+        """Put a task that waits for nothing on its lane, or append it to `ended` if it needs none."""
         task = self._tasks[number]
+        if number in self.cancelled or isinstance(task, Join):
+            ended.append(number)
+            return
         heappush(self._ready[task.lane], (task.key, number))
         self._start_next(task.lane, now)
 
@@ -128,7 +155,6 @@ class _Lookahead:
             return
         _, number = heappop(ready)
         task = self._tasks[number]
-        takes = 0 if isinstance(task, Join) else self._price(task.work)
         started = task.start if task.state == RUNNING and task.start >= 0 else now
         self._running[lane] = number
-        heappush(self._events, (max(now, started + takes), number))
+        heappush(self._events, (max(now, started + self._price(task.work)), lane.index, number))

@@ -176,7 +176,11 @@ class Plan(PlanFacts):
             raise BadInput(
                 "beam search needs every node to attend: use --set decentralised=true, or --beams 1"
             )
-        nodes = replace(self.nodes, placement=tuple(map(frozenset, placement)), centralised=centralised)
+        nodes = replace(
+            self.nodes,
+            placement=tuple(frozenset(map(int, held)) for held in placement),
+            centralised=centralised,
+        )
         declared = replace(self.declared, nodes=nodes)
         require_routers("place_experts", declared)
         self._declare("place_experts", declared)

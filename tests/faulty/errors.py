@@ -76,3 +76,22 @@ class SubmitsForEver(Streams):
         while True:
             step.fetch(step.dense_pages(0), self.pool)  #! PolicyError:
             step.evict(step.dense_pages(0), self.pool)
+
+
+class FailsInAGroup(Streams):
+    async def decode(self, step):
+        try:
+            COPY["experts"]  #! KeyError: 'experts'
+        except KeyError as error:
+            raise ExceptionGroup("of the layers", [error])
+
+
+class FailsTwiceInAGroup(Streams):
+    async def decode(self, step):
+        errors = []
+        for name in ("experts", "router"):
+            try:
+                COPY[name]
+            except KeyError as error:
+                errors.append(error)
+        raise ExceptionGroup("of the layers", errors)  #! ExceptionGroup: of the layers (2 sub-exceptions)

@@ -75,6 +75,15 @@ class BringsExpertsToSlotsOfDensePages(Streams):
         step.fetch([max(step.pages(i), key=lambda page: page.nbytes)], self.small)  #! PolicyError: fetch: page L0
 
 
+class AwaitsWhatItCancelled(Streams):
+    async def decode(self, step):
+        first, second, *_ = step.pages(0)
+        step.fetch([first], self.pool)
+        coming = step.fetch([second], self.pool)
+        step.cancel([second], self.pool)
+        await coming  #! TaskCancelled: fetch L0
+
+
 class EvictsWhatIsNotThere(Streams):
     def bring(self, step, i):
         step.evict(step.pages(i), self.pool)  #! NotResident: evict: page L0 dense #0 is not in pool layers

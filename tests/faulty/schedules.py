@@ -60,6 +60,27 @@ class Sleeps(Streams):
         await asyncio.sleep(0)  #! PolicyError: a policy may await the handles of its tasks only
 
 
+class WaitsForAQueue(Streams):
+    async def decode(self, step):
+        await asyncio.Queue().get()  #! PolicyError: a policy may await the handles of its tasks only
+
+
+class SetsATimeout(Streams):
+    async def decode(self, step):
+        async with asyncio.timeout(60):  #! PolicyError: a policy may await the handles of its tasks only
+            await self.prefill(step)
+
+
+class ResumesTooEarly(Routes):
+    async def experts(self, step, i, j):
+        child = self.routed(step, i, j)
+        child.send(None)
+        child.send(None)
+
+    async def routed(self, step, i, j):
+        return await step.route(i, j)  #! PolicyError: <Decision
+
+
 class AwaitsAList(Streams):
     async def decode(self, step):
         await [step.embed(j) for j in step.micro_batches]  #! TypeError: object list can't be used in 'await' expression

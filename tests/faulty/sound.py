@@ -50,3 +50,16 @@ class Routes(Streams):
         for expert in await step.route(i, j):
             step.run_expert(i, expert, j)
         step.combine(i, j)
+
+
+class CleansUp(Routes):
+    """Ends a layer in a `finally` that awaits, which is no mistake."""
+
+    async def experts(self, step, i, j):
+        routed = step.route(i, j)
+        try:
+            await routed
+        finally:
+            for expert in await routed:
+                step.run_expert(i, expert, j)
+            step.combine(i, j)

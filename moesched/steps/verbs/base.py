@@ -178,6 +178,8 @@ class Verbs(StepFacts):
             the task; where the verb has nothing to do, the task that made the data.
         """
         number, kind, submit = verb.number, verb.task, self._submit
+        if type(layer) is not int:
+            layer = int(layer)  # of numpy, which traces and messages cannot hold
         lane, work, own_reads, own_writes = batch.bound[number]
         if verb.moves:
             batch.progress = self._left[number] + layer * STRIDE
@@ -205,6 +207,8 @@ class Verbs(StepFacts):
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
+        if type(task.layer) is not int or type(task.expert) is not int:
+            task.layer, task.expert = int(task.layer), int(task.expert)
         self._submit(task, reads, writes)
         if task.id >= self._last_task:
             raise too_many(task.verb, self._state.plan.task_limit)

@@ -85,7 +85,7 @@ class ExpertVerbs(Verbs):
             view.use(self._number, batch.works["preview_route"].tokens)
         lane, _, reads, _ = batch.bound[PREVIEW_ROUTE.number]
         assert lane is not None, "an accelerator has a lane"
-        ahead = layer - batch.progress // STRIDE
+        ahead = int(layer) - batch.progress // STRIDE
         work = batch.works_at[batch.stage.number][self._state.works.kind_of[layer]]["preview_route"]
         name = PREVIEW_ROUTE.name
         task = Preview(
@@ -397,7 +397,7 @@ def note_forecast(
     for micro_batch, tokens in forecast.items():
         if micro_batch not in step._batches:
             raise step._not_there(ROUTE, layer, micro_batch)
-        ahead = layer - (step._batches[micro_batch].progress - ROUTED) // STRIDE
+        ahead = int(layer) - (step._batches[micro_batch].progress - ROUTED) // STRIDE
         step._state.previews.expect(layer, micro_batch, PredictorAnswer(predictor, ahead, tokens))
 
 
