@@ -37,6 +37,7 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
         values: the figures, by section, name, quantity and unit.
         trace: the trace of the run; None if there is only a report.
         replayed: whether this is a replay of recorded durations, so that none of its figures is predicted from rates.
+        costs_measured: of a prediction, whether it rests on costs that `moesched calibrate` measured.
     """
 
     title: str
@@ -47,6 +48,7 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[Measure, float]
     trace: Trace | None = None
     replayed: bool = False
+    costs_measured: bool = False
 
 
 def read_run(path: Path | str) -> ComparedRun:
@@ -92,6 +94,7 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
         machine=about.machine,
         values=values,
         trace=Trace(recording, about),
+        costs_measured=about.costs_measured,
     )
 
 
@@ -134,6 +137,7 @@ class _Report(msgspec.Struct, kw_only=True):
 
     lanes: dict[str, _ReportLane]
     measured: bool | None = None
+    costs_measured: bool = False
     tokens: Any = None
     policy: str = ""
     model: str = ""
@@ -169,6 +173,7 @@ def _run_of_report(title: str, report: _Report) -> ComparedRun:
         model=report.model,
         machine=report.machine,
         values=values,
+        costs_measured=report.costs_measured,
     )
 
 

@@ -55,8 +55,6 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
     else:
         beside = _rates(expected)
         rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
-        name, error = PUBLISHED_PREFILLS
-        rows.insert(list(rates).index("prefill") + 1, (name, "", error))
         print_table(["", measured, "expected"], rows, figures=2)
     if repeated := _repeated(report):
         say(repeated)
@@ -115,7 +113,7 @@ def _rates(report: JobReport) -> dict[str, str]:
         "prefill": format_seconds(report.prefill_seconds)
         + in_band(report.band, "prefill_seconds", format_seconds),
     }
-    if not report.measured:
+    if not (report.measured or report.costs_measured):
         rates |= [PUBLISHED_PREFILLS]
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)

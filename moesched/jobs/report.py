@@ -114,7 +114,15 @@ class JobReport(Report, frozen=True, kw_only=True):
     def as_dict(self) -> dict[str, Any]:
         """Convert the report to JSON values; measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
-        of_predictions = ("simulated_seconds", "simulated_steps", "padded", "band", "at_peak", "widest_rate")
+        of_predictions = (
+            "simulated_seconds",
+            "simulated_steps",
+            "padded",
+            "costs_measured",
+            "band",
+            "at_peak",
+            "widest_rate",
+        )
         of_runs = (
             "tokens",
             "scores",

@@ -12,6 +12,7 @@ from moesched.inputs.dtype import dtype_for
 from moesched.inputs.lookup import changed_machine, find_shape
 from moesched.inputs.options import Objective, PlanOptions
 from moesched.keywords import takes
+from moesched.machines import Machine
 from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner.objectives import require_objective
 from moesched.planner.ranking import Ranked
@@ -75,6 +76,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
         objective: the figure that the plan maximises.
         ranking: all policies that one machine can run, the best first; those that do not fit are last.
+        costs_measured: whether `moesched calibrate` measured the costs that the figures rest on.
         band: low end, expected value and high end of each figure; None if no band was asked for.
         at_peak: the figures at the rates that the machine states; None without a band, or if costs were measured.
         widest_rate: the uncertain rate that widens the band most, in words.
@@ -91,6 +93,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Predicted
     gains: list[Gain]
     ranking: list[Ranked]
+    costs_measured: bool
     band: dict[str, tuple[float, float, float]] | None
     at_peak: Figures | None
     widest_rate: str | None
@@ -161,16 +164,21 @@ def plan_model(given: PlanOptions) -> Proposal:
         band=given.band,
         on_progress=given.on_progress or named_in_cell() or (lambda what: None),
     )
-    return _proposal(best, described.name, chosen.name, new_tokens, objective, layout)
+    return _proposal(best, described, chosen.name, new_tokens, objective, layout)
 
 
 def _proposal(
-    best: BestPlan, machine: str, workload: str, new_tokens: int, objective: Objective, layout: WeightLayout
+    best: BestPlan,
+    machine: Machine,
+    workload: str,
+    new_tokens: int,
+    objective: Objective,
+    layout: WeightLayout,
 ) -> Proposal:
     found = best.uncertainty
     return Proposal(
         model=layout.config.name,
-        machine=machine,
+        machine=machine.name,
         workload=workload,
         new_tokens=new_tokens,
         objective=objective,
@@ -180,6 +188,7 @@ def _proposal(
         predicted=_predicted(best),
         gains=best.gains,
         ranking=best.ranking,
+        costs_measured=bool(machine.cost_table),
         band=found and found.band,
         at_peak=found and found.at_peak,
         widest_rate=found and found.widest_rate,

@@ -170,6 +170,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run, measured or predicted as `measured` says.
 
     Attributes:
+        costs_measured: of a prediction, whether it rests on costs that `moesched calibrate` measured, instead of rates
+            that the machine states.
         wall_seconds: real time of the run; all other times are on the clock of its machine, which may be emulated.
         emulation: quality of the emulation; None for a run on real hardware or a prediction.
         tensor_parallel: number of accelerators that the model was split over. Figures of lanes, tasks and the
@@ -210,6 +212,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lanes: dict[str, LaneUse]
     tasks: int
     wall_seconds: float
+    costs_measured: bool = False
     warm_up_seconds: float | None = None
     first_token_seconds: float | None = None
     between_tokens_seconds: float | None = None
@@ -294,6 +297,7 @@ def make_report(
         },
         tasks=outcome.tasks,
         wall_seconds=wall_seconds,
+        costs_measured=not measured and bool(plan.machine.cost_table),
         between_tokens_seconds=mean_of_known(times.between_tokens_seconds),
         request_times=times,
         micro_batch_times=micro_batch_times(batch, times),
