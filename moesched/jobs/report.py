@@ -24,7 +24,7 @@ from moesched.runs.outcome import (
     use_of,
 )
 from moesched.runs.process_bytes import ProcessBytes, largest
-from moesched.runs.token_times import merged
+from moesched.runs.token_times import mean_of_known, merged
 from moesched.seams import Dilations, EmulatedLane, Emulation
 from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
@@ -267,11 +267,11 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
     failure = next((report.failure for report in reports if report.failure), None)
     counts = [count for report in reports for count in _token_counts(report)]
     steps = [seconds for report in reports for seconds in report.step_seconds[1:]]
-    decoding = sum(steps)
+    decoding, decode_step = sum(steps), mean_of_known(steps)
     running = sum(sum(report.step_seconds) for report in reports)
     figures = {
         "throughput_tokens_per_second": _rate(sum(counts), running),
-        "decode_step_seconds": decoding / max(1, len(steps)),
+        "decode_step_seconds": decode_step or 0.0,
         "prefill_seconds": sum(report.prefill_seconds for report in reports),
     }
     return msgspec.structs.replace(
@@ -280,6 +280,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         load_seconds=sum(report.load_seconds for report in reports),
         warm_up_seconds=_sum_of_known([report.warm_up_seconds for report in reports]),
         prefill_seconds=figures["prefill_seconds"],
+        decode_step_seconds=decode_step,
         first_token_seconds=_mean_of_requests(reports, "first_token_seconds"),
         between_tokens_seconds=_mean_of_requests(reports, "between_tokens_seconds"),
         request_times=merged([report.request_times for report in reports], requests),
