@@ -38,6 +38,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.tasks import Work, WorkPart
 from moesched.testing import Case
+from moesched.units import format_token_rate
 
 T4 = load_machine("t4")
 LAYOUT = weight_layout(find_shape("mixtral-8x7b"))
@@ -159,7 +160,7 @@ def test_simulate_prints_the_band_and_the_rate_that_widens_it(command: Any) -> N
     said = command(*line.split())
     report = command(*line.split(), "--json").json
     low, expected, high = report["band"][THROUGHPUT]
-    assert f"{expected:.1f} tokens/s ({low:.4g} to {high:.4g})" in said.out
+    assert f"{format_token_rate(expected)} ({low:.4g} to {high:.4g})" in said.out
     assert "predicted from stated rates and estimated losses, not from measured costs" in said.out
     assert f"least certain rate: {report['widest_rate']}" in said.out
     assert f"at the stated rates: {report['at_peak'][THROUGHPUT]:.4g} tokens/s" in said.out

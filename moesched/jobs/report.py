@@ -31,6 +31,7 @@ from moesched.steps.preview_accuracy import Compared
 from moesched.system.cores import CorePlan
 from moesched.system.whole_file import write_json
 from moesched.trace.summary import KindUse
+from moesched.units import format_token_rate
 
 Value = TypeVar("Value")
 
@@ -77,7 +78,7 @@ class JobReport(Report, frozen=True, kw_only=True):
     trace: str | None = None
 
     def __repr__(self) -> str:
-        rate = f"{self.throughput_tokens_per_second:,.1f} tokens/s"
+        rate = format_token_rate(self.throughput_tokens_per_second)
         ending = ", failed" if self.failure else ", interrupted" if self.interrupted else ""
         return f"<{type(self).__name__}: {self.title}, batch of {self.plan.batch_size}, {rate}{ending}>"
 

@@ -10,7 +10,7 @@ from moesched.report.cell_drawings import bottleneck_and_timeline, cell, figures
 from moesched.report.markup import paragraphs, table
 from moesched.report.run_figures import RATES, TIMES
 from moesched.trace import read_trace
-from moesched.units import format_seconds
+from moesched.units import format_seconds, format_token_rate
 
 if TYPE_CHECKING:
     from moesched.jobs.report import JobReport
@@ -40,7 +40,7 @@ def _endings(report: JobReport) -> list[str]:
 
 
 def _rates(report: JobReport) -> dict[str, str]:
-    rates = {name: f"{getattr(report, key):,.1f} tokens/s" for key, name in RATES.items()}
+    rates = {name: format_token_rate(getattr(report, key)) for key, name in RATES.items()}
     return rates | {
         name: format_seconds(seconds) for key, name in TIMES.items() if (seconds := getattr(report, key))
     }

@@ -22,6 +22,7 @@ from moesched.planner.uncertainty import Figures
 from moesched.requests.workloads import load_workload
 from moesched.system.cells import named_in_cell
 from moesched.system.own_loop import interruptible
+from moesched.units import format_number, format_token_rate
 
 MOST_REQUESTS = 8192
 """Largest number of requests in one batch, if nothing else limits it."""
@@ -106,7 +107,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         from moesched.report.markup import table
 
         rows = [
-            [row.policy, f"{row.throughput_tokens_per_second:,.1f}", row.bound_by or ""]
+            [row.policy, format_number(row.throughput_tokens_per_second), row.bound_by or ""]
             for row in self.ranking
             if row.throughput_tokens_per_second is not None
         ]
@@ -121,7 +122,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         plan, predicted = self.plan, self.predicted
         return (
             f"{plan.policy} for {self.model} on {self.machine}, batch of {plan.batch_size:,} in micro-batches of "
-            f"{plan.micro_batch_size}: {predicted.throughput_tokens_per_second:,.1f} tokens/s predicted, bound by "
+            f"{plan.micro_batch_size}: {format_token_rate(predicted.throughput_tokens_per_second)} predicted, bound by "
             f"{predicted.bound_by}"
         )
 
