@@ -195,6 +195,8 @@ class PlainEngine:
         task.waits = waits
         if lane.in_order:
             lane.queue.append(task)
+        if domain is not None:
+            lane.unstarted.append(task)
         if not waits:
             self._unblock(task)
         return task
@@ -331,7 +333,8 @@ class PlainEngine:
         """Make a task ready, or settle it, once all its edges are met."""
         ended: list[Task] = []
         self._release(task, ended)
-        self._settle_all(ended)
+        if ended:
+            self._settle_all(ended)
 
     def _release(self, task: Task, ended: list[Task]) -> None:
         """Move a task whose edges are all met to its next state; append it to `ended` if it ends without running."""

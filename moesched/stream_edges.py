@@ -55,16 +55,17 @@ def leave_to_device(task: Task) -> list[Task]:
 
 
 def _edges(task: Task) -> DeviceEdges:
-    if task.device_edges is None:
-        task.device_edges = DeviceEdges()
-    return task.device_edges
+    edges = task.device_edges
+    if edges is None:
+        task.device_edges = edges = DeviceEdges()
+    return edges
 
 
 def _wait_there(task: Task, other: Task) -> None:
     """Have a task wait for another one on their device; the edge is listed once even if several blocks link the two."""
-    edges = task.device_edges or _edges(task)
-    if other not in edges.before:
-        edges.before.append(other)
+    before = _edges(task).before
+    if other not in before:
+        before.append(other)
 
 
 def wait_on_host(task: Task) -> bool:

@@ -83,6 +83,8 @@ class Lane:
         domain: the device, if the lane is one of its streams; None for other lanes. The device itself keeps edges
             between its streams, so a task is handed to its stream once the tasks that it waits for were handed over.
         depth: the largest number of tasks that are handed to the stream and have not ended.
+        depth_in_order: the same number if the tasks beyond `depth` are handed over in program order; at least `depth`.
+            Tasks handed over out of order hold up earlier ones that become ready meanwhile.
 
     Attributes:
         in_order: whether the discipline is "in_order".
@@ -90,11 +92,13 @@ class Lane:
         busy: nanoseconds that the lane ran so far.
         running: the task that holds the lane; None while the lane is idle.
         simple: whether the lane is no stream and carries no collectives.
+        unstarted: the tasks of a stream in program order, from the first that has not started.
     """
 
     __slots__ = (
         "busy",
         "depth",
+        "depth_in_order",
         "domain",
         "heap",
         "in_flight",
@@ -104,26 +108,38 @@ class Lane:
         "queue",
         "running",
         "simple",
+        "unstarted",
     )
 
     def __init__(
-        self, name: str, discipline: Discipline = "ready_first", *, domain: str | None = None, depth: int = 2
+        self,
+        name: str,
+        discipline: Discipline = "ready_first",
+        *,
+        domain: str | None = None,
+        depth: int = 2,
+        depth_in_order: int = 0,
     ) -> None:
         self.name = name
         self.in_order = discipline == "in_order"
         self.simple = domain is None
         self.domain = domain
         self.depth = depth
+        self.depth_in_order = max(depth, depth_in_order)
         self.in_flight = 0
         self.index = -1
         self.busy = 0
         self.running: Task | None = None
         self.heap: list[tuple[int, Task]] = []
         self.queue: deque[Task] = deque()
+        self.unstarted: deque[Task] = deque()
 
     def next_task(self) -> Task | None:
         """Remove from the lane the task that is to run next, and return it; return None if no task may start."""
-        if self.in_flight >= self.depth:
+        unstarted = self.unstarted
+        while unstarted and unstarted[0].state >= RUNNING:
+            unstarted.popleft()
+        if self.in_flight >= self.depth and not self._may_run_ahead():
             return None
         if not self.in_order:
             return heappop(self.heap)[1] if self.heap else None
@@ -131,6 +147,12 @@ class Lane:
         while queue and queue[0].state >= DONE:
             queue.popleft()
         return queue.popleft() if queue and queue[0].state == READY else None
+
+    def _may_run_ahead(self) -> bool:
+        """Test whether a stream takes a task beyond `depth`: the next one in program order."""
+        if self.in_flight >= self.depth_in_order:
+            return False
+        return self.in_order or (bool(self.heap) and self.heap[0][1] is self.unstarted[0])
 
     def remove(self, task: Task) -> None:
         """Remove from the lane a ready task that is not to run; an in-order lane later skips the settled task."""

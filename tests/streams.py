@@ -61,6 +61,11 @@ class FakeStreams:
         self.after_issue()
         return operation
 
+    @property
+    def operations(self) -> list[Operation]:
+        """What was issued, in that order."""
+        return [*self._operations.values()]
+
     def close(self) -> None:
         for stream in self._queues.values():
             stream.put(None)

@@ -42,7 +42,12 @@ class Play:
         self.choose = choose = Random(seed)
         streams = choose.random() < 0.3
         self.lanes = [
-            Lane(f"lane {n}", choose.choice(DISCIPLINES), domain="device" if streams and n < 2 else None)
+            Lane(
+                f"lane {n}",
+                choose.choice(DISCIPLINES),
+                domain="device" if streams and n < 2 else None,
+                depth_in_order=choose.randrange(5),
+            )
             for n in range(LANES)
         ]
         self.engine = make(self.lanes, halt_on_failure=choose.random() < 0.5)

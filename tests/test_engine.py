@@ -21,7 +21,7 @@ from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import make_lanes, plan_run
-from moesched.tasks import DEMAND, IDLE, PREFETCH, Kernel, Lane
+from moesched.tasks import DEMAND, IDLE, PREFETCH, Block, HostKernel, Kernel, Lane
 from small_models import SMALL
 
 LATE = "link stream; gpu stream; link: late writes x; issue late"
@@ -160,6 +160,29 @@ def test_an_accelerator_runs_ahead_further_than_its_copies() -> None:
     plan = plan_run(TWO_MEMORIES, weight_layout(SMALL, "float32"), batch, make_policy("resident"))
     lanes = make_lanes(plan, {"accelerator": "stream", "host->gpu": "stream"})
     assert (lanes["accelerator"].depth, lanes["host->gpu"].depth) == (8, 2)
+    assert (lanes["accelerator"].depth_in_order, lanes["host->gpu"].depth_in_order) == (64, 2)
+
+
+def test_a_stream_gets_more_tasks_than_its_depth_only_in_program_order() -> None:
+    gpu, host = Lane("gpu", domain="device", depth=2, depth_in_order=4), Lane("host")
+    engine, mask = CheckedEngine([gpu, host]), Block("mask")
+    on_host = engine.submit(HostKernel(host, WORK, "on the host"), (), (mask,))
+    for name in ("first", "second"):
+        engine.submit(Kernel(gpu, WORK, name))
+    engine.submit(Kernel(gpu, WORK, "needs the host"), (mask,))
+    for name in ("fourth", "fifth", "sixth"):
+        engine.submit(Kernel(gpu, WORK, name))
+
+    def issued() -> list[str]:
+        names = []
+        while gpu.running is not None:
+            names.append(gpu.running.verb)
+            engine.issued(gpu.running)
+        return names
+
+    assert issued() == ["first", "second"]
+    engine.finish(on_host)
+    assert issued() == ["needs the host", "fourth"]
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

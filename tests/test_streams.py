@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import anyio
@@ -178,6 +179,50 @@ def test_a_stream_that_cannot_tell_when_a_task_ran_fails_the_task(rigs: Callable
 
     with pytest.raises(TaskFailed, match="the events are gone"):
         rig.run(main())
+
+
+def test_ends_that_the_host_does_not_need_are_waited_for_together(rigs: Callable[..., Rig]) -> None:
+    submitted = threading.Event()
+    waited: list[Operation] = []
+
+    class NotedOperation(Operation):
+        def wait(self) -> None:
+            waited.append(self)
+            super().wait()
+
+    rig = rigs(depth=64, operation=NotedOperation)
+    rig.streams.after_issue = submitted.wait
+
+    async def main() -> None:
+        state = Block("state")
+        kernels = [rig.kernel("kernel", [state], [state]) for _ in range(24)]
+        submitted.set()
+        await kernels[-1]
+
+    rig.run(main())
+    order = [rig.streams.operations.index(each) for each in waited]
+    begun = [one for before, one in pairwise([-1, *order]) if one > before]
+    assert len(order) == 24 and len(begun) <= 3
+
+
+def test_the_end_of_a_task_is_noticed_where_the_next_one_cannot_be_issued(rigs: Callable[..., Rig]) -> None:
+    submitted = threading.Event()
+
+    def after_issue() -> None:
+        submitted.wait()
+        if rig.streams.issued[-1] == "bad":
+            raise OSError("no memory")
+
+    rig = rigs(depth=64)
+    rig.streams.after_issue = after_issue
+
+    async def main() -> None:
+        rig.kernel("good", [], [])
+        rig.kernel("bad", [], [])
+        submitted.set()
+
+    rig.run(main())
+    assert "no memory" in str(rig.engine.failure) and rig.engine.unsettled == 0
 
 
 def test_the_error_of_a_task_outweighs_that_of_reading_its_times(rigs: Callable[..., Rig]) -> None:

@@ -174,6 +174,23 @@ class Captured:
         return True
 
 
+def repeated(arguments: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Test whether a graph of a call with the arguments `before` can stand for a call with `arguments`.
+
+    That is so if their `identities` are equal. Nearly all arguments are the same objects, for which this takes less.
+    """
+    if len(arguments) != len(before):
+        return False
+    for each, other in zip(arguments, before, strict=True):
+        if each is not other and not (
+            repeated(each, other)
+            if isinstance(each, SEQUENCES) and isinstance(other, SEQUENCES)
+            else identities((each,)) == identities((other,))
+        ):
+            return False
+    return True
+
+
 def identities(arguments: Iterable[Any]) -> list[Any]:
     """Convert a call's arguments to a list that is equal for calls that one graph can stand for.
 

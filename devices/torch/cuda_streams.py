@@ -40,7 +40,8 @@ class CudaStreams:
         self._module: Any = torch.get_device_module(device)
         self._streams = {name: self._module.Stream(device) for name in lanes}
         self._execute = execute
-        self._issued: dict[int, CudaTask] = {}
+        self._issued: dict[str, dict[int, CudaTask]] = {name: {} for name in self._streams}
+        """The tasks whose times were not read yet, by lane and number, in the order of issue."""
         self._unused: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
         self._device = device
@@ -49,7 +50,8 @@ class CudaStreams:
 
     def begin(self) -> None:
         """Prepare for a run: start a new clock, and forget earlier tasks, which must all have ended."""
-        self._issued.clear()
+        for tasks in self._issued.values():
+            tasks.clear()
         stream = self._module.Stream(self._device)
         self._clock = StreamClock(self._timed_event, stream, self._host_clock)
 
@@ -75,16 +77,17 @@ class CudaStreams:
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
         """Enqueue a task on its lane's stream; its kernels wait until the tasks `after` on other streams have ended."""
-        stream = self._streams[task.lane.name]
+        lane = task.lane.name
+        stream = self._streams[lane]
         with self._lock:
             for other in after:
-                issued = self._issued.get(other.id)
+                issued = self._issued[other.lane.name].get(other.id)
                 if issued is not None and other.lane is not task.lane:  # otherwise it has ended, or is ahead
                     stream.wait_event(issued.end)
-            issued = CudaTask(self, task.id, self._event(), self._event(), self._clock.zero())
+            issued = CudaTask(self, lane, task.id, self._event(), self._event(), self._clock.zero())
             issued.issued_at = self._host_clock()
             issued.start.record(stream)
-            self._issued[task.id] = issued
+            self._issued[lane][task.id] = issued
         with self._module.stream(stream):
             issued.result = self._execute(task)
             issued.end.record()
@@ -96,28 +99,32 @@ class CudaStreams:
         Call this only once for each task: the task's events are used again for other tasks.
         """
         with self._lock:
-            start = self._time_of(issued.start, issued.zero)
-            end = self._time_of(issued.end, issued.zero)
-            del self._issued[issued.number]
+            now = self._host_clock()
+            start = self._time_of(issued, issued.start, now)
+            end = self._time_of(issued, issued.end, now)
+            del self._issued[issued.lane][issued.number]
             self._unused += [issued.start, issued.end]
         return start, end
 
-    def _time_of(self, event: torch.cuda.Event, zero: Zero) -> int:
-        """Return the time of an event on the host's clock, in nanoseconds.
+    def _time_of(self, issued: CudaTask, event: torch.cuda.Event, now: int) -> int:
+        """Return the time of an event of a task on the host's clock, in nanoseconds.
 
-        The time is made earlier if it would be after the present, or after the issue of a task that started later.
-
-        zero: the event that the time is measured from.
+        The time is not later than `now`, and not earlier than the issue of a task that had started by then: of the
+        event's own lane only the event's own task can be such a one.
         """
-        device = self._clock.on_device(event, zero)
-        reckoned = self._clock.reckoned(device)
-        for other in reversed(self._issued.values()):
-            if other.issued_at <= reckoned:
-                break
-            if other.start.query() and self._clock.on_device(other.start, other.zero) <= device:
-                reckoned = other.issued_at
-                break
-        return self._clock.reported(device, min(reckoned, self._host_clock()))
+        clock = self._clock
+        device = clock.on_device(event, issued.zero)
+        reckoned = max(clock.reckoned(device), issued.issued_at)
+        for lane, tasks in self._issued.items():
+            if lane == issued.lane:
+                continue
+            for other in reversed(tasks.values()):
+                if other.issued_at <= reckoned:
+                    break
+                if other.start.query() and clock.on_device(other.start, other.zero) <= device:
+                    reckoned = other.issued_at
+                    break
+        return clock.reported(device, min(reckoned, now))
 
     def _timed_event(self) -> torch.cuda.Event:
         # Threads that wait leave their cores to attention on the CPU.
@@ -132,6 +139,7 @@ class CudaTask:
     """A task that was enqueued on a stream.
 
     Attributes:
+        lane: the name of the task's lane.
         number: the task's id.
         start, end: events that happen on the stream before and after the task.
         zero: the event that the times of `start` and `end` are measured from.
@@ -142,12 +150,14 @@ class CudaTask:
     def __init__(
         self,
         streams: CudaStreams,
+        lane: str,
         number: int,
         start: torch.cuda.Event,
         end: torch.cuda.Event,
         zero: Zero,
     ) -> None:
         self.result: Any = None
+        self.lane = lane
         self.number = number
         self.start = start
         self.end = end

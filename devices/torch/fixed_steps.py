@@ -13,7 +13,7 @@ from typing import Any
 
 from ..kernels.seam import Bound
 from ..kernels.workspace import Workspace
-from .captured import Captured, Graphs, identities
+from .captured import Captured, Graphs, repeated
 
 FIRST, OF_A_LAYER, LAST = "embed", ("attention_inputs", "attention", "moe_layer"), "greedy"
 """The operations of a fixed step, in order; a step whose tokens are sampled on the host has no last one."""
@@ -29,18 +29,17 @@ class Call:
         arguments: the kernel's arguments.
     """
 
-    __slots__ = ("_alone", "_arguments", "_identity", "_run", "operation")
+    __slots__ = ("_alone", "_arguments", "_run", "operation")
 
     def __init__(self, operation: str, run: Bound, alone: Captured, arguments: tuple[Any, ...]) -> None:
         self.operation = operation
         self._run = run
         self._alone = alone
         self._arguments = arguments
-        self._identity = identities(arguments)
 
     def repeats(self, other: Call) -> bool:
         """Test whether this call equals another: the same kernel, with the same addresses and numbers as arguments."""
-        return self._alone is other._alone and self._identity == other._identity
+        return self._alone is other._alone and repeated(self._arguments, other._arguments)
 
     def launch(self) -> Any:
         """Launch the call's kernels one by one; returns the call's result."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from math import inf
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class StreamClock:
         self._clock = clock
         event, read = self._recorded()
         self._zeros = [Zero(event, 0.0, read, 1.0, read)]
-        self._reported: list[tuple[float, int]] = []
+        self._reported: list[tuple[float, int]] = [(-inf, 0)]
 
     def zero(self) -> Zero:
         """Return the event from which the times of a task issued now are measured; a new event after each second."""
@@ -101,18 +102,24 @@ class StreamClock:
             device: the time on the device's clock, in nanoseconds since the first zero.
             host: an estimate of the same time on the host's clock, in nanoseconds.
         """
+        last_device, last_host = self._reported[-1]
+        if device - last_device < ALIKE:
+            return self._reported_before(device, host)
+        host = max(host, last_host)
+        self._reported.append((device, host))
+        if len(self._reported) > 2 * REPORTED:
+            del self._reported[:-REPORTED]
+        return host
+
+    def _reported_before(self, device: float, host: int) -> int:
+        """Return the time to be reported for a time on the device's clock that is not after all reported ones."""
         reported = self._reported
         place = bisect_left(reported, (device,))
         for time, host_time in reported[max(0, place - 1) : place + 1]:
             if abs(time - device) < ALIKE:
                 return host_time
-        if place:
-            host = max(host, reported[place - 1][1])
-        if place < len(reported):
-            host = min(host, reported[place][1])
+        host = min(max(host, reported[place - 1][1]), reported[place][1])
         reported.insert(place, (device, host))
-        if len(reported) > 2 * REPORTED:
-            del reported[:-REPORTED]
         return host
 
     def _following(self, last: Zero) -> Zero:

@@ -264,7 +264,7 @@ class _LaneAccount:
         lane = self.lane
         if lane.running is not self.running:
             return f"lane {lane.name} runs {lane.running!r}, but {self.running!r} holds it"
-        if not 0 <= lane.in_flight <= lane.depth:
+        if not 0 <= lane.in_flight <= lane.depth_in_order:
             return f"lane {lane.name} has {lane.in_flight} tasks in flight"
         if self.running is None and lane.in_flight < lane.depth and (task := self._startable()) is not None:
             return f"lane {lane.name} is idle, but {task!r} could run"
@@ -280,11 +280,10 @@ class _LaneAccount:
             wrong.append(f"{task!r} runs beside {self.running!r}")
         if isinstance(task, Collective) and task.id not in self.admitted:
             wrong.append(f"{task!r} started before all ranks had arrived")
-        if self.lane.in_order:
-            first = self._first()
-            if first is not task:
-                wrong.append(f"{task!r} started before {first!r}, which was submitted before it")
-        else:
+        first = self._first()
+        if first is not task and (self.lane.in_order or self.lane.in_flight >= self.lane.depth):
+            wrong.append(f"{task!r} started before {first!r}, which was submitted before it")
+        if not self.lane.in_order:
             urgent = self._more_urgent(task, call)
             if urgent is not None:
                 wrong.append(f"{task!r} started before {urgent!r}, which is more urgent")

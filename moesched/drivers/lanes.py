@@ -25,6 +25,9 @@ Clock = Callable[[], int]
 LOOP_SLICE_NANOSECONDS = 1_000_000
 """Nanoseconds for which tasks may run on the event loop before it handles other events."""
 
+ENDS_TOGETHER = 8
+"""Number of issued tasks whose ends are reported together, as long as the host needs none of them."""
+
 
 class LaneReports(Protocol):
     """The driver's methods by which runners report that a task was issued or has ended.
@@ -300,21 +303,33 @@ class StreamRunner:
     def _issue(self, task: Task) -> None:
         following: Task | None = task
         while following is not None:
-            task = following
-            try:
-                issued = self._streams.issue(task, [*before_on_device(task)])
-            except BaseException as raised:
-                task.start = task.end = self._driver.clock() - self._driver.origin
-                with self._driver.lock:
-                    following = self._driver.complete(task, None, raised, self)
-                continue
-            task.launched = self._driver.clock() - self._driver.origin
-            with self._driver.lock:
-                self._running.append((task, issued))
-                following = self._driver.issued(task, self)
-                wakes, self._waiting = not self._waiting, True
+            following, wakes = self._issue_one(following)
             if wakes:
                 self._ending.put(None)
+
+    def _issue_one(self, task: Task) -> tuple[Task | None, bool]:
+        """Issue a task to the stream.
+
+        Returns:
+            the next task to issue, None if there is none; and whether to wake the thread that waits for ends.
+        """
+        driver = self._driver
+        try:
+            issued = self._streams.issue(task, [*before_on_device(task)])
+        except BaseException as raised:
+            task.start = task.end = driver.clock() - driver.origin
+            with driver.lock:
+                return driver.complete(task, None, raised, self), self._wakes()
+        task.launched = driver.clock() - driver.origin
+        with driver.lock:
+            self._running.append((task, issued))
+            return driver.issued(task, self), self._wakes()
+
+    def _wakes(self) -> bool:
+        """Return whether the thread that waits for ends has to be woken, and count it as woken if so."""
+        wakes = not self._waiting and self._is_due()
+        self._waiting |= wakes
+        return wakes
 
     def _wait(self, _: None) -> None:
         while self._report_batch():
@@ -323,13 +338,13 @@ class StreamRunner:
     def _report_batch(self) -> bool:
         """Wait for the next batch of tasks and report their ends; return False if there is no batch."""
         with self._driver.lock:
-            batch = self._next_batch()
+            batch = self._next_batch() if self._is_due() else []
             self._waiting = bool(batch)
         if not batch:
             return False
-        errors = [self._end_of(task, issued) for task, issued in reversed(batch)]
+        errors = [_error_of_waiting(issued) for _, issued in reversed(batch)]  # one wait, as a rule
         ended = [
-            (task, *_value_of(issued, error))
+            (task, *self._ended(task, issued, error))
             for (task, issued), error in zip(batch, reversed(errors), strict=True)
         ]
         with self._driver.lock:
@@ -339,49 +354,57 @@ class StreamRunner:
                     self._issuing.put(following)
         return True
 
-    def _end_of(self, task: Task, issued: Issued) -> BaseException | None:
-        """Wait until a task that was issued to the stream has ended, and set the times at which it ran.
+    def _ended(
+        self, task: Task, issued: Issued, error: BaseException | None
+    ) -> tuple[Any, BaseException | None]:
+        """Set the times at which a task ran that has ended, and return its value and its error: one of them is None.
 
-        Returns:
-            the first error that the task raised; None if it succeeded.
+        The error is `error` if that is not None, else the exception that reading the times or the value raises.
         """
         driver = self._driver
-        error = None
-        try:
-            issued.wait()
-        except BaseException as raised:
-            error = raised
+        value = None
         try:
             start, end = issued.span()
         except BaseException as raised:
             start = end = driver.clock()
-            if error is None:
-                error = raised
+            error = raised if error is None else error
         task.start, task.end = start - driver.origin, end - driver.origin
-        return error
+        if error is None:
+            try:
+                value = issued.value
+            except BaseException as raised:
+                error = raised
+        return value, error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
         """Return the oldest running tasks of the stream, up to and including the first whose end the host needs."""
         batch = []
         while self._running:
             batch.append(self._running.popleft())
-            task = batch[-1][0]
-            if task.waiter is not None or task.followers:
+            if _host_needs(batch[-1][0]):
                 break
         return batch
 
+    def _is_due(self) -> bool:
+        """Test whether ends are to be reported: the host needs one, the stream has no next task, or there are many."""
+        running = self._running
+        if self._lane.running is None or len(running) >= ENDS_TOGETHER:
+            return bool(running)
+        return any(_host_needs(task) for task, _ in running)
 
-def _value_of(issued: Issued, error: BaseException | None) -> tuple[Any, BaseException | None]:
-    """Return a task's value and its error, once the task has ended: (value, None) or (None, error).
 
-    The error is `error` if that is not None, else the exception, if any, that reading the value raises.
-    """
-    if error is not None:
-        return None, error
+def _host_needs(task: Task) -> bool:
+    """Test whether a policy or a task outside the device waits for a task that was issued."""
+    return task.waiter is not None or bool(task.followers)
+
+
+def _error_of_waiting(issued: Issued) -> BaseException | None:
+    """Wait until a task that was issued to its stream has ended; return the error that it raised, None if none."""
     try:
-        return issued.value, None
+        issued.wait()
     except BaseException as raised:
-        return None, raised
+        return raised
+    return None
 
 
 _END = object()

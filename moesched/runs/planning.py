@@ -27,6 +27,8 @@ SMALLER = (
 """Remedies where a plan does not fit."""
 KERNELS_AHEAD = 8
 """Tasks that an accelerator's stream has in its queue: short kernels would otherwise wait for the host."""
+KERNELS_AHEAD_IN_ORDER = 64
+"""The same number for tasks in program order, which keep nothing else from the accelerator."""
 TRANSFERS_AHEAD = 2
 """Tasks that a copy's stream has in its queue; more would undo the order of urgent and less urgent transfers."""
 
@@ -136,6 +138,7 @@ def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[
             plan.discipline,
             domain="device" if kinds.get(name) == "stream" else None,
             depth=KERNELS_AHEAD if name in accelerators else TRANSFERS_AHEAD,
+            depth_in_order=KERNELS_AHEAD_IN_ORDER if name in accelerators else TRANSFERS_AHEAD,
         )
         for name in names
     }
