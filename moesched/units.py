@@ -94,6 +94,11 @@ def format_number(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
 
 
+def format_token_rate(rate: float) -> str:
+    """Format tokens per second with one decimal, and with three digits below 10: "265.3 tokens/s", "0.144 tokens/s"."""
+    return f"{rate:,.1f} tokens/s" if rate >= 9.995 else f"{rate:.3g} tokens/s"
+
+
 def format_flops(rate: float) -> str:
     """Format FLOP/s with three digits, in the largest unit in which they are at least 1, such as "1.6 TFLOP/s"."""
     return _with_prefix(rate, "FLOP/s", f"{rate:.0f} FLOP/s")

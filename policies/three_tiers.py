@@ -26,6 +26,8 @@ class ThreeTiers(CGOPipe):
         super().plan(plan)
         self.held = plan.keep(self._held(plan), "host")
         self.direct = plan.machine.page_locked
+        from_disk = sum(len(self._by_tier(pages)[1]) for pages in self.streamed)
+        self.all_staged = self.direct and self.staging is not None and from_disk <= len(self.staging.slots)
 
     def _staging(self, plan: Plan) -> Pool | None:
         """Make the pool through which pages from the disk pass to the accelerator.
@@ -56,6 +58,8 @@ class ThreeTiers(CGOPipe):
 
     def _copy(self, step: Step, pages: list[Page], staging: Pool) -> None:
         held, from_disk = self._by_tier(pages)
+        if self.all_staged:  # each page stays in its slot from step to step
+            from_disk = [page for page in from_disk if page not in staging]
         if from_disk:
             super()._copy(step, from_disk, staging)
         if held:

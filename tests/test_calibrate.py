@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.calibration.calibrate import calibrate_into
+from moesched.calibration.calibrate import calibrate_into, written_to
 from moesched.calibration.exercise import FETCHED_LAYER, Exercise, FinishedTasks, Mode
 from moesched.calibration.extent import (
     LARGE,
@@ -26,6 +26,7 @@ from moesched.calibration.extent import (
 )
 from moesched.calibration.scaling import scaled_points
 from moesched.calibration.timing import measure, undisturbed
+from moesched.cli.calibrate import print_unwritten
 from moesched.errors import BadInput
 from moesched.machines import (
     COST_FORMAT,
@@ -47,6 +48,7 @@ from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.tasks import Task
+from traces import largest_file
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, head_dim=16, vocabulary=64)
 LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, head_dim=16, vocabulary=96)
@@ -283,6 +285,21 @@ def test_a_run_of_the_calibration_that_is_interrupted_ends_the_calibration(tmp_p
     with pytest.raises(KeyboardInterrupt):
         calibrate_into(file, extent, interrupt_the_run)
     assert file.read_text() == "old"
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_a_machine_that_was_measured_is_printed_where_the_disk_is_full(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, json: bool
+) -> None:
+    machine = load_machine("t4")
+    with largest_file(100), pytest.raises(BadInput, match="cannot write machine file") as full:
+        written_to(tmp_path / "machine.toml", "", lambda folder: machine)
+    print_unwritten(full.value, json=json)
+    text = capfd.readouterr().out
+    if json:
+        assert msgspec.convert(msgspec.json.decode(text)["machine"], Machine) == machine
+    else:
+        assert parse_machine(text.encode(), "mine.toml") == machine
 
 
 def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:

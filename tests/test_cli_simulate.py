@@ -25,6 +25,13 @@ def test_simulate_prints_one_json_object_with_what_was_promised(command: Any) ->
     assert said.json["simulated_seconds"] > 0
 
 
+def test_one_new_token_has_no_decode_rate_and_a_split_kv_cache_its_share(command: Any) -> None:
+    sizes = ("--batch-size", 8, "--micro-batch-size", 8, "--gen", 1, "--set", "kv_on_gpu=0.5")
+    said = command(*SIMULATE, "--policy", "cgopipe", *sizes)
+    assert "50% of the KV cache on the accelerator, the rest on the host" in said.out
+    assert not re.search("^decode", said.out, re.MULTILINE)
+
+
 def test_the_same_seed_predicts_the_same(command: Any) -> None:
     wanted = (*SIMULATE, "--policy", "adversarial", "--batch-size", 4, "--gen", 2, "--json")
     first, again, other = (command(*wanted, "--seed", seed).json for seed in (1, 1, 2))

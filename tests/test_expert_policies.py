@@ -186,6 +186,13 @@ def test_latencies_are_those_of_the_machines_cost_model() -> None:
     assert latencies.transfer == pytest.approx(10e-6 + operations.expert_bytes / 12e9, rel=1e-3)
 
 
+def test_experts_that_the_host_may_run_are_fetched_at_the_host_s_rate_where_a_disk_has_all_weights() -> None:
+    layout = weight_layout(SHAPES["mixtral-0.8b"])
+    latencies = ExpertLatencies(Plan(load_machine("t4-nvme"), layout, split_batch([2], 2, 1)))
+    from_disk, from_host = (latencies.moving(layout.an_expert, role) for role in (None, "host"))
+    assert latencies.transfer == from_host < from_disk
+
+
 def test_what_stays_is_the_most_popular(tmp_path: Path) -> None:
     counts = [[100 * (e == 3) + i for e in range(4)] for i in range(3)]
     path = written(counts, tmp_path, Case(name="small", machine=T4).layout().config.routed.top_k)

@@ -6,11 +6,13 @@ import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 import moesched
+from moesched.analysis.compared_runs import Measure, read_run
 from moesched.cli.command import read_table
 from moesched.inputs.options import SettingOptions
 from moesched.inputs.prompts import Prompt
@@ -163,6 +165,16 @@ def test_requests_beyond_the_batch_run_in_the_next_ones() -> None:
         20 / sum(sum(report.step_seconds[start + 1 : start + 3]) for start in (0, 3, 6))
     )
     assert report.simulated_seconds == pytest.approx(report.load_seconds + sum(report.step_seconds))
+
+
+def test_the_decode_step_of_several_batches_has_no_later_batch_s_prefill(tmp_path: Path) -> None:
+    report = predict("mtbench", requests=10, batch_size=4, band=True)
+    decode = fmean(seconds for step, seconds in enumerate(report.step_seconds) if step % 3)
+    assert report.decode_step_seconds == pytest.approx(decode)
+    assert report.band["decode_step_seconds"][1] == pytest.approx(decode)
+    moesched.write_report(tmp_path / "report.json", report)
+    compared = read_run(tmp_path / "report.json").values
+    assert compared[Measure("total", "decode step", "time", "s")] == pytest.approx(decode)
 
 
 def test_successive_predicted_batches_are_those_predicted_alone() -> None:

@@ -25,12 +25,19 @@ L4 = ("roofline", "--model", "mixtral-8x7b", "--machine", "l4")
 def test_the_table_says_what_binds_and_where_to_compute(command: Any) -> None:
     said = command(*L4)
     assert said.code == 0
-    rows = {line.split("  ")[0]: line for line in said.out.splitlines()}
-    assert re.search(r" 66\.7 .* host->gpu .* host memory +host$", rows["attention, bfloat16 KV"])
-    assert re.search(r" 16 +66\.7 .* host$", rows["attention, int4 KV"])
-    assert re.search(r" 8 +66\.7 .* host$", rows["FFN, N = 32"])
-    assert re.search(r" 128 +66\.7 +396 +396 .* host->gpu .* gpu$", rows["FFN, N = 512"])
-    assert re.search(r" 1,024 +66\.7 +396 +396 .* gpu memory .* gpu$", rows["FFN, N = 4096"])
+    tables = [
+        {line.split("  ")[0]: line for line in text.splitlines()} for text in said.out.split("\n\n")[2:4]
+    ]
+    assert max(len(line) for table in tables for line in table.values()) <= 80
+    rates, points = tables
+    assert re.search(r" host->gpu .* host memory$", rates["attention, bfloat16 KV"])
+    assert re.search(r" 66\.7 .* host$", points["attention, bfloat16 KV"])
+    assert re.search(r" 16 +66\.7 .* host$", points["attention, int4 KV"])
+    assert re.search(r" 8 +66\.7 .* host$", points["FFN, N = 32"])
+    assert " host->gpu " in rates["FFN, N = 512"]
+    assert re.search(r" 128 +66\.7 +396 +396 +gpu$", points["FFN, N = 512"])
+    assert " gpu memory " in rates["FFN, N = 4096"]
+    assert re.search(r" 1,024 +66\.7 +396 +396 +gpu$", points["FFN, N = 4096"])
     assert "P1 is at N = 267" in said.out
     assert "P2 is at N = 1586" in said.out
     assert "bound by gpu (host->gpu 119 ms, gpu 303 ms, host 86.7 ms)" in said.out

@@ -194,6 +194,22 @@ def test_three_tiers_read_the_disk_only_for_what_the_host_does_not_hold(machine:
     assert copied == (read if machine.page_locked else streamed)
 
 
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_three_tiers_read_few_pages_from_the_disk_once(lacking: int) -> None:
+    """The pages that the host does not hold all have a slot in the buffer that they pass through."""
+    policy: Any = make_policy("three_tiers")
+    case = Case(name="few from the disk", machine=NVME, layers=6, new_tokens=4, weights=0.7)
+    roomy = case.plan(policy)
+    beside = roomy.memory("host").peak - sum(map(roomy.slot_bytes, policy.held.pages()))
+    largest = max(page.nbytes for page in case.layout().pages)
+    room = beside + (len(policy.held.slots) - lacking) * largest
+    tight = replace(NVME, memories=NVME.memories | {"host": Tier(capacity=room, bandwidth=40e9)})
+    ended = run_on_symbols(policy, replace(case, machine=tight).plan(policy))
+    moves = [task for task in ended.tasks if isinstance(task, PageTransfer) and task.step >= 0]
+    assert ended.tokens == ended.expected
+    assert sum(len(task.pages) for task in moves if task.lane.name == "disk") == lacking
+
+
 def test_a_policy_that_asks_for_pinned_memory_is_told_why_there_is_none() -> None:
     layout, batch = weight_layout(find_shape("mixtral-0.8b")), split_batch([4], 2, 1)
     unified = unified_machine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import exp, log
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.tasks import Work, WorkPart
 from moesched.testing import Case
+from moesched.units import format_token_rate
 
 T4 = load_machine("t4")
 LAYOUT = weight_layout(find_shape("mixtral-8x7b"))
@@ -158,7 +160,7 @@ def test_simulate_prints_the_band_and_the_rate_that_widens_it(command: Any) -> N
     said = command(*line.split())
     report = command(*line.split(), "--json").json
     low, expected, high = report["band"][THROUGHPUT]
-    assert f"{expected:.1f} tokens/s ({low:.4g} to {high:.4g})" in said.out
+    assert f"{format_token_rate(expected)} ({low:.4g} to {high:.4g})" in said.out
     assert "predicted from stated rates and estimated losses, not from measured costs" in said.out
     assert f"least certain rate: {report['widest_rate']}" in said.out
     assert f"at the stated rates: {report['at_peak'][THROUGHPUT]:.4g} tokens/s" in said.out
@@ -266,6 +268,31 @@ def test_the_band_of_a_calibrated_machine_is_its_spread() -> None:
     narrow, wide = band(measured()), band(measured(few_rows=SLOW))
     assert narrow == pytest.approx((100 / OMITTED, 100, 100 * OMITTED))
     assert wide[0] < narrow[0] and wide[2] > narrow[2]
+
+
+def test_no_published_error_stands_below_a_prefill_that_rests_on_measured_costs(
+    command: Any, tmp_path: Path
+) -> None:
+    machine = tmp_path / "measured.toml"
+    machine.write_text(machine_toml(measured()))
+    job = (
+        "--model",
+        "mixtral-0.8b",
+        "--machine",
+        machine,
+        "--policy",
+        "layer_streaming",
+        "--gen",
+        4,
+        "--no-band",
+    )
+    trace, report, page = (tmp_path / name for name in ("trace.json", "report.json", "page.html"))
+    simulate = ("simulate", *job, "--workload", "mtbench", "--batch-size", 4)
+    said = command(*simulate, "--trace", trace, "--report", report).out
+    command(*simulate, "--report", page)
+    shown = [said, page.read_text(), command("plan", *job).out, command("compare", trace, report).out]
+    assert all("prefill" in text and "usual error" not in text for text in shown)
+    assert command("plan", *job, "--json").json["costs_measured"] is True
 
 
 def test_a_machine_file_keeps_its_spread_and_one_the_wrong_way_round_is_refused() -> None:

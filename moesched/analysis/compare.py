@@ -55,6 +55,7 @@ def compare_runs(
                 model=run.model,
                 machine=run.machine,
                 replayed=run.replayed,
+                costs_measured=run.costs_measured,
             )
             for run in runs
         ],

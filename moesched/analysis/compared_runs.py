@@ -37,6 +37,7 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
         values: the figures, by section, name, quantity and unit.
         trace: the trace of the run; None if there is only a report.
         replayed: whether this is a replay of recorded durations, so that none of its figures is predicted from rates.
+        costs_measured: of a prediction, whether it rests on costs that `moesched calibrate` measured.
     """
 
     title: str
@@ -47,6 +48,7 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[Measure, float]
     trace: Trace | None = None
     replayed: bool = False
+    costs_measured: bool = False
 
 
 def read_run(path: Path | str) -> ComparedRun:
@@ -77,7 +79,7 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
         seconds[phase_of(step.step)].append(step.seconds)
     load, prefill = (next(iter(seconds[phase]), None) for phase in (None, "prefill"))
     decode = seconds["decode"][1:] if recording.trimmed else seconds["decode"]
-    values = _totals(load, prefill, decode, summary.seconds)
+    values = _totals(load, prefill, fmean(decode) if decode else None, summary.seconds)
     values[Measure("total", "run", "tasks", "tasks")] = summary.tasks
     values[Measure("total", "run", "moved", "bytes")] = summary.nbytes_moved
     for name, lane in zip(recording.titles.values(), summary.lanes, strict=True):
@@ -92,6 +94,7 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
         machine=about.machine,
         values=values,
         trace=Trace(recording, about),
+        costs_measured=about.costs_measured,
     )
 
 
@@ -134,12 +137,14 @@ class _Report(msgspec.Struct, kw_only=True):
 
     lanes: dict[str, _ReportLane]
     measured: bool | None = None
+    costs_measured: bool = False
     tokens: Any = None
     policy: str = ""
     model: str = ""
     machine: str = ""
     load_seconds: float | None = None
     prefill_seconds: float | None = None
+    decode_step_seconds: float | None = None
     step_seconds: list[float] = []
     simulated_seconds: float | None = None
     decode_tokens_per_second: float | None = None
@@ -153,7 +158,7 @@ def _run_of_report(title: str, report: _Report) -> ComparedRun:
     whole = report.simulated_seconds
     if report.load_seconds is not None and report.step_seconds:
         whole = report.load_seconds + sum(report.step_seconds)
-    values = _totals(report.load_seconds, report.prefill_seconds, report.step_seconds[1:], whole)
+    values = _totals(report.load_seconds, report.prefill_seconds, report.decode_step_seconds, whole)
     rates = {"decode": report.decode_tokens_per_second, "throughput": report.throughput_tokens_per_second}
     for name, rate in rates.items():
         if rate is not None:
@@ -169,14 +174,14 @@ def _run_of_report(title: str, report: _Report) -> ComparedRun:
         model=report.model,
         machine=report.machine,
         values=values,
+        costs_measured=report.costs_measured,
     )
 
 
 def _totals(
-    load: float | None, prefill: float | None, decode_steps: Sequence[float], whole: float | None
+    load: float | None, prefill: float | None, decode_step: float | None, whole: float | None
 ) -> dict[Measure, float]:
-    mean = fmean(decode_steps) if decode_steps else None
-    named = {"load": load, "prefill": prefill, "decode step": mean, "run": whole}
+    named = {"load": load, "prefill": prefill, "decode step": decode_step, "run": whole}
     return {Measure("total", name, "time", "s"): value for name, value in named.items() if value is not None}
 
 

@@ -44,6 +44,7 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         figures: whether the run is predicted or measured.
         replayed: whether the run is a replay of the durations of another run.
+        costs_measured: of a prediction, whether it rests on costs that `moesched calibrate` measured.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     machine: str
     replayed: bool = False
+    costs_measured: bool = False
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,14 +199,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
                 if self._foretells(number):
                     cells.append("–" if error is None else f"{error:+,.1f} %")
             lines.append(cells)
-            if (row.section, row.name) == ("total", "prefill") and any(map(_foretold, self.runs)):
+            if (row.section, row.name) == ("total", "prefill") and any(map(_rests_on_rates, self.runs)):
                 lines.append(self._published_prefills(len(cells)))
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
         """Return a row of `columns` cells: the published errors of prefill times that other simulators predicted."""
         name, error = PUBLISHED_PREFILLS
-        cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
+        cells = [name, "", *(error if _rests_on_rates(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]
 
 
@@ -214,8 +216,9 @@ def letters_of(number: int) -> str:
     return (letters_of(before - 1) if before else "") + ascii_uppercase[last]
 
 
-def _foretold(run: Title) -> bool:
-    return run.figures == "predicted" and not run.replayed
+def _rests_on_rates(run: Title) -> bool:
+    """Test whether a run is predicted from rates that the machine states."""
+    return run.figures == "predicted" and not run.replayed and not run.costs_measured
 
 
 def _text(value: float | None, unit: Unit) -> str:

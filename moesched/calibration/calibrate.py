@@ -37,7 +37,7 @@ from moesched.calibration.scaling import scaled_points
 from moesched.calibration.spread import spread
 from moesched.calibration.task_times import point, rounded
 from moesched.calibration.timing import Step, undisturbed
-from moesched.errors import BadInput
+from moesched.errors import BadInput, attach_report
 from moesched.machines import COST_FORMAT, Contention, CostPoint, Machine
 from moesched.machines.local import calibrated_file, this_processor, unified_machine
 from moesched.machines.product_times import PRODUCT, RESIDENT_PRODUCT
@@ -101,7 +101,8 @@ def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine
             the end, is on the disk of the cache, as the system's folder for temporary files may lie in memory.
 
     Raises:
-        BadInput: the file, or the folder and its files, cannot be written.
+        BadInput: the file, or the folder and its files, cannot be written. Once measured, the machine is the error's
+            report.
     """
     if file is None:
         file = calibrated_file(device)
@@ -114,8 +115,12 @@ def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine
             raise BadInput(
                 f"cannot calibrate in {folder}: {error.strerror}: set MOESCHED_CACHE to a folder on another disk"
             ) from error
-    with whole_file(file, "machine file") as written:
-        written.write(machine_toml(machine).encode())
+    try:
+        with whole_file(file, "machine file") as written:
+            written.write(machine_toml(machine).encode())
+    except BadInput as unwritten:  # the disk filled up meanwhile
+        attach_report(unwritten, machine)
+        raise
     return machine
 
 

@@ -9,8 +9,9 @@ import msgspec
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import Bar, print_json, say
+from moesched.cli.output import Bar, print_json, print_lines, say
 from moesched.cli.tables import print_table
+from moesched.errors import BadInput, report_of
 from moesched.options import Option
 from moesched.units import format_bytes, format_flops
 
@@ -58,11 +59,15 @@ def calibrate(
     from moesched.calibration.gpu_machine import calibrate_gpu
     from moesched.machines.local import calibrated_file
 
-    with Bar("measuring") as bar:
-        if device == "cuda":
-            machine = calibrate_gpu(device, out, bar.update, thorough=thorough)
-        else:
-            machine = calibrate_machine(out, bar.update, thorough=thorough)
+    try:
+        with Bar("measuring") as bar:
+            if device == "cuda":
+                machine = calibrate_gpu(device, out, bar.update, thorough=thorough)
+            else:
+                machine = calibrate_machine(out, bar.update, thorough=thorough)
+    except BadInput as error:
+        print_unwritten(error, json=json)
+        raise
     option = "--device cuda --machine auto" if device == "cuda" else "--machine auto"
     file = out or calibrated_file("cuda" if device == "cuda" else "")
     print_calibration(machine, file, "" if out else f"; `{option}` uses it from now on", json=json)
@@ -78,6 +83,22 @@ def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) ->
         return
     print_machine(machine)
     say(f"\n{machine.description}\n\nWritten to {file}{used}")
+
+
+def print_unwritten(error: BadInput, *, json: bool) -> None:
+    """Print the machine that was measured before its file could not be written: the file's text, or with `json` JSON.
+
+    error: the error of the calibration; nothing is printed if it came before the end of the measurements.
+    """
+    from moesched.machines.toml_text import machine_toml
+
+    machine: Machine | None = report_of(error)
+    if machine is None:
+        return
+    if json:
+        print_json({"file": None, "machine": msgspec.to_builtins(machine)})
+    else:
+        print_lines(machine_toml(machine).splitlines())
 
 
 def print_machine(machine: Machine) -> None:

@@ -237,7 +237,8 @@ def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
     for name, figure in (("decode step", "decode_step_seconds"), ("prefill", "prefill_seconds")):
         seconds = format_seconds(getattr(predicted, figure))
         yield name, seconds + in_band(band, figure, format_seconds)
-    yield PUBLISHED_PREFILLS
+    if not proposal.costs_measured:
+        yield PUBLISHED_PREFILLS
 
 
 def _run_seconds(proposal: Proposal) -> float:

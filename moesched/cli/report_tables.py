@@ -16,7 +16,7 @@ from moesched.jobs.report import ClusterReport, JobReport, NodeReport
 from moesched.runs.outcome import ForecastUse, LaneUse, PoolUse, PreviewUse
 from moesched.runs.process_bytes import ProcessBytes
 from moesched.seams import Emulation
-from moesched.units import format_bytes, format_seconds
+from moesched.units import format_bytes, format_seconds, format_token_rate
 
 
 def print_report(report: JobReport, trace: Path | str | None = None) -> None:
@@ -114,23 +114,22 @@ def _print_rates(report: JobReport) -> None:
         return
     beside = _rates(report.expected)
     rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
-    name, error = PUBLISHED_PREFILLS
-    rows.insert(list(rates).index("prefill") + 1, (name, "", error))
     print_table(["", _measured_or_predicted(report), "expected"], rows, figures=2)
 
 
 def _rates(report: JobReport) -> dict[str, str]:
     """Return the rates and times of a report as text, by name."""
+    decode = report.decode_tokens_per_second
     rates = {
-        "decode": f"{report.decode_tokens_per_second:.1f} tokens/s",
-        "throughput": f"{report.throughput_tokens_per_second:.1f} tokens/s"
+        **({"decode": format_token_rate(decode)} if decode else {}),
+        "throughput": format_token_rate(report.throughput_tokens_per_second)
         + in_band(report.band, "throughput_tokens_per_second", "{:.4g}".format),
         "load": format_seconds(report.load_seconds),
         **({"warm-up": format_seconds(report.warm_up_seconds)} if report.warm_up_seconds else {}),
         "prefill": format_seconds(report.prefill_seconds)
         + in_band(report.band, "prefill_seconds", format_seconds),
     }
-    if not report.measured:
+    if not (report.measured or report.costs_measured):
         rates |= [PUBLISHED_PREFILLS]
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)
@@ -257,10 +256,10 @@ def _process(process: ProcessBytes) -> str:
 def _kv_cache(on_gpu: float) -> str:
     """Return words for the place of the KV cache: accelerator, host, or both.
 
-    on_gpu: share of the micro-batches whose KV cache is on the accelerator, from 0 to 1.
+    on_gpu: share of the KV cache on the accelerator, in (micro-batch, layer) pairs, from 0 to 1.
     """
     if 0 < on_gpu < 1:
-        return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, of the others on the host"
+        return f"{on_gpu:.0%} of the KV cache on the accelerator, the rest on the host"
     return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
 
 

@@ -53,11 +53,13 @@ def print_roofline(report: RooflineReport) -> None:
     print_table(["", "compute", "memory or link", "ridge, FLOP/byte"], list(_levels(report)), figures=3)
     say()
     upper, lower = report.hierarchy.upper.name, report.hierarchy.lower.name
-    columns = ["", f"I {upper}", f"I {lower}", "P1", "P2", "balance"]
-    columns += [f"fetched to {upper}", "bound by", f"on {lower}", "bound by", "better on"]
-    rows = [_row(f"attention, {each.variant} KV", each) for each in report.attention]
-    rows += [_row(f"FFN, {each.variant}", each) for each in report.ffn]
-    print_table(columns, rows)
+    computations = {f"attention, {each.variant} KV": each for each in report.attention}
+    computations |= {f"FFN, {each.variant}": each for each in report.ffn}
+    rates = ["", f"fetched to {upper}", "bound by", f"on {lower}", "bound by"]
+    print_table(rates, [[name, *_rates(each)] for name, each in computations.items()])
+    say()
+    points = ["", f"I {upper}", f"I {lower}", "P1", "P2", "balance", "better on"]
+    print_table(points, [[name, *_points(each)] for name, each in computations.items()])
     say(f"\nI (operational intensity), P1, P2 and balance point in FLOP/byte, the last three of {lower}")
     say(f"attention: context {report.context}; FFN: µ = {report.micro_batch_size}\n")
     for line in _conclusions(report):
@@ -74,19 +76,18 @@ def _levels(report: RooflineReport) -> Iterator[list[str]]:
     yield [hierarchy.link_name, "-", f"{format_bytes(hierarchy.link)}/s", "-"]
 
 
-def _row(name: str, each: Computation) -> list[str]:
-    points = (each.first_turning_point, each.second_turning_point, each.balance_point)
+def _rates(each: Computation) -> list[str]:
+    """Return a computation's rate and bottleneck, with fetched data and in place ("-" where nothing computes)."""
     here = ["-", "-"]
     if each.in_place is not None:
         here = [format_flops(each.in_place.performance), each.in_place.by]
-    return [
-        name,
-        *map(_figure, (each.intensity.upper, each.intensity.lower, *points)),
-        format_flops(each.fetched.performance),
-        each.fetched.by,
-        *here,
-        each.better,
-    ]
+    return [format_flops(each.fetched.performance), each.fetched.by, *here]
+
+
+def _points(each: Computation) -> list[str]:
+    """Return a computation's operational intensities, its turning and balance points, and the better level."""
+    points = (each.first_turning_point, each.second_turning_point, each.balance_point)
+    return [*map(_figure, (each.intensity.upper, each.intensity.lower, *points)), each.better]
 
 
 def _conclusions(report: RooflineReport) -> Iterator[str]:

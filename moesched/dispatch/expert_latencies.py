@@ -28,8 +28,8 @@ class ExpertLatencies:
         cost: cost model that gives the latencies; None for the machine's calibration or, without one, its roofline.
 
     Attributes:
-        transfer: seconds to move one expert's weights from the memory where they are kept to the accelerator; 0 if they
-            are on the accelerator (`trans_lat` in the paper).
+        transfer: seconds to move one expert's weights to the accelerator (`trans_lat` in the paper): from the host's
+            memory, where experts lie that the host may run; if both share a memory, from where all weights are kept.
         at_host: function from a number of tokens to the seconds of one expert on the host (`cpu_lat`).
         at_accelerator: function from a number of tokens to the seconds of one expert on the accelerator, whose memory
             has the expert's weights (`gpu_lat`).
@@ -42,7 +42,8 @@ class ExpertLatencies:
         self._roles = plan.machine.roles
         self.at_host = self._known_on(self._roles.host)
         self.at_accelerator = self._known_on(self._roles.accelerator)
-        source, destination = self._roles.weights, plan.memory("accelerator").name
+        destination, host = plan.memory("accelerator").name, plan.memory("host").name
+        source = self._roles.weights if plan.machine.unified else host
         self.transfer = 0.0
         self._fetch: Demand | None = None
         if source != destination:
@@ -51,7 +52,6 @@ class ExpertLatencies:
             self._fetch = self._moved(source, destination, nbytes, len(pages))
             self.transfer = self._fetch.seconds
         self._row = plan.operations.hidden_bytes
-        host = plan.memory("host").name
         self._to_host = self._line(destination, host, "offload_routed")
         self._from_host = self._line(host, destination, "load_routed")
         self._side_by_side: dict[int, tuple[float, float]] = {}

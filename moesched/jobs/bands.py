@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -27,7 +26,7 @@ def with_band(
         return report
     expected = Figures(
         report.throughput_tokens_per_second,
-        fmean(report.step_seconds[1:]) if len(report.step_seconds) > 1 else 0.0,
+        report.decode_step_seconds or 0.0,
         report.prefill_seconds,
     )
     found = uncertainty(make_ranks, expected, progress)

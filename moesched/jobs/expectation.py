@@ -191,6 +191,7 @@ def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> J
     return replace(
         report,
         step_seconds=step_seconds,
+        decode_step_seconds=fmean(step_seconds[1:]),
         between_tokens_seconds=fmean(step_seconds[1:]),
         request_times=None,
         micro_batch_times=[],

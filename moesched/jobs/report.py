@@ -24,13 +24,14 @@ from moesched.runs.outcome import (
     use_of,
 )
 from moesched.runs.process_bytes import ProcessBytes, largest
-from moesched.runs.token_times import merged
+from moesched.runs.token_times import mean_of_known, merged
 from moesched.seams import Dilations, EmulatedLane, Emulation
 from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
 from moesched.system.cores import CorePlan
 from moesched.system.whole_file import write_json
 from moesched.trace.summary import KindUse
+from moesched.units import format_token_rate
 
 Value = TypeVar("Value")
 
@@ -77,7 +78,7 @@ class JobReport(Report, frozen=True, kw_only=True):
     trace: str | None = None
 
     def __repr__(self) -> str:
-        rate = f"{self.throughput_tokens_per_second:,.1f} tokens/s"
+        rate = format_token_rate(self.throughput_tokens_per_second)
         ending = ", failed" if self.failure else ", interrupted" if self.interrupted else ""
         return f"<{type(self).__name__}: {self.title}, batch of {self.plan.batch_size}, {rate}{ending}>"
 
@@ -89,7 +90,15 @@ class JobReport(Report, frozen=True, kw_only=True):
     def as_dict(self) -> dict[str, Any]:
         """Convert the report to JSON values; measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
-        of_predictions = ("simulated_seconds", "simulated_steps", "padded", "band", "at_peak", "widest_rate")
+        of_predictions = (
+            "simulated_seconds",
+            "simulated_steps",
+            "padded",
+            "costs_measured",
+            "band",
+            "at_peak",
+            "widest_rate",
+        )
         of_runs = (
             "tokens",
             "scores",
@@ -238,11 +247,11 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
     failure = next((report.failure for report in reports if report.failure), None)
     counts = [count for report in reports for count in _token_counts(report)]
     steps = [seconds for report in reports for seconds in report.step_seconds[1:]]
-    decoding = sum(steps)
+    decoding, decode_step = sum(steps), mean_of_known(steps)
     running = sum(sum(report.step_seconds) for report in reports)
     figures = {
         "throughput_tokens_per_second": _rate(sum(counts), running),
-        "decode_step_seconds": decoding / max(1, len(steps)),
+        "decode_step_seconds": decode_step or 0.0,
         "prefill_seconds": sum(report.prefill_seconds for report in reports),
     }
     return msgspec.structs.replace(
@@ -251,6 +260,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         load_seconds=sum(report.load_seconds for report in reports),
         warm_up_seconds=_sum_of_known([report.warm_up_seconds for report in reports]),
         prefill_seconds=figures["prefill_seconds"],
+        decode_step_seconds=decode_step,
         first_token_seconds=_mean_of_requests(reports, "first_token_seconds"),
         between_tokens_seconds=_mean_of_requests(reports, "between_tokens_seconds"),
         request_times=merged([report.request_times for report in reports], requests),

@@ -11,7 +11,7 @@ from moesched.report.markup import paragraphs, table
 from moesched.report.run_figures import RATES, TIMES
 from moesched.runs.outcome import Report
 from moesched.trace import read_trace
-from moesched.units import format_seconds
+from moesched.units import format_seconds, format_token_rate
 
 SHOWN_TEXTS, SHOWN_LETTERS = 3, 200
 
@@ -40,7 +40,7 @@ def _endings(report: Report) -> list[str]:
 
 
 def _rates(report: Report) -> dict[str, str]:
-    rates = {name: f"{getattr(report, key):,.1f} tokens/s" for key, name in RATES.items()}
+    rates = {name: format_token_rate(getattr(report, key)) for key, name in RATES.items()}
     return rates | {
         name: format_seconds(seconds) for key, name in TIMES.items() if (seconds := getattr(report, key))
     }

@@ -182,4 +182,5 @@ def about_of(
         plan=msgspec.to_builtins(report.plan),
         clocks=dict(clocks or {}),
         roofs=dict(roofs or {}),
+        costs_measured=report.costs_measured,
     )

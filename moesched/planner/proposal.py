@@ -12,6 +12,7 @@ from moesched.inputs.dtype import dtype_for
 from moesched.inputs.lookup import changed_machine, find_shape
 from moesched.inputs.options import Objective, PlanOptions
 from moesched.keywords import takes
+from moesched.machines import Machine
 from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner.objectives import require_objective
 from moesched.planner.ranking import Ranked
@@ -21,6 +22,7 @@ from moesched.planner.uncertainty import Figures
 from moesched.requests.workloads import load_workload
 from moesched.system.cells import named_in_cell
 from moesched.system.own_loop import interruptible
+from moesched.units import format_number, format_token_rate
 
 MOST_REQUESTS = 8192
 """Largest number of requests in one batch, if nothing else limits it."""
@@ -75,6 +77,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
         objective: the figure that the plan maximises.
         ranking: all policies that one machine can run, the best first; those that do not fit are last.
+        costs_measured: whether `moesched calibrate` measured the costs that the figures rest on.
         band: low end, expected value and high end of each figure; None if no band was asked for.
         at_peak: the figures at the rates that the machine states; None without a band, or if costs were measured.
         widest_rate: the uncertain rate that widens the band most, in words.
@@ -91,6 +94,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Predicted
     gains: list[Gain]
     ranking: list[Ranked]
+    costs_measured: bool
     band: dict[str, tuple[float, float, float]] | None
     at_peak: Figures | None
     widest_rate: str | None
@@ -103,7 +107,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         from moesched.report.markup import table
 
         rows = [
-            [row.policy, f"{row.throughput_tokens_per_second:,.1f}", row.bound_by or ""]
+            [row.policy, format_number(row.throughput_tokens_per_second), row.bound_by or ""]
             for row in self.ranking
             if row.throughput_tokens_per_second is not None
         ]
@@ -118,7 +122,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         plan, predicted = self.plan, self.predicted
         return (
             f"{plan.policy} for {self.model} on {self.machine}, batch of {plan.batch_size:,} in micro-batches of "
-            f"{plan.micro_batch_size}: {predicted.throughput_tokens_per_second:,.1f} tokens/s predicted, bound by "
+            f"{plan.micro_batch_size}: {format_token_rate(predicted.throughput_tokens_per_second)} predicted, bound by "
             f"{predicted.bound_by}"
         )
 
@@ -161,16 +165,21 @@ def plan_model(given: PlanOptions) -> Proposal:
         band=given.band,
         on_progress=given.on_progress or named_in_cell() or (lambda what: None),
     )
-    return _proposal(best, described.name, chosen.name, new_tokens, objective, layout)
+    return _proposal(best, described, chosen.name, new_tokens, objective, layout)
 
 
 def _proposal(
-    best: BestPlan, machine: str, workload: str, new_tokens: int, objective: Objective, layout: WeightLayout
+    best: BestPlan,
+    machine: Machine,
+    workload: str,
+    new_tokens: int,
+    objective: Objective,
+    layout: WeightLayout,
 ) -> Proposal:
     found = best.uncertainty
     return Proposal(
         model=layout.config.name,
-        machine=machine,
+        machine=machine.name,
         workload=workload,
         new_tokens=new_tokens,
         objective=objective,
@@ -180,6 +189,7 @@ def _proposal(
         predicted=_predicted(best),
         gains=best.gains,
         ranking=best.ranking,
+        costs_measured=bool(machine.cost_table),
         band=found and found.band,
         at_peak=found and found.at_peak,
         widest_rate=found and found.widest_rate,

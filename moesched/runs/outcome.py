@@ -173,6 +173,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run, measured or predicted as `measured` says.
 
     Attributes:
+        costs_measured: of a prediction, whether it rests on costs that `moesched calibrate` measured, instead of rates
+            that the machine states.
         wall_seconds: real time of the run; all other times are on the clock of its machine, which may be emulated.
         emulation: quality of the emulation; None for a run on real hardware or a prediction.
         tensor_parallel: number of accelerators that the model was split over. Figures of lanes, tasks and the
@@ -183,6 +185,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         warm_up_seconds: time that the device ran its kernels before the first step, to warm up; None without a warm-up.
         first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
             `prefill_seconds`, all requests have their first token.
+        decode_step_seconds: mean time of a decode step; None if none ended.
         between_tokens_seconds: mean over the requests of the mean time between their tokens; None where none has two.
         request_times: times of each request's tokens; None if they were not simulated to the end.
         micro_batch_times: times of the tokens of each micro-batch, batch after batch.
@@ -213,8 +216,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lanes: dict[str, LaneUse]
     tasks: int
     wall_seconds: float
+    costs_measured: bool = False
     warm_up_seconds: float | None = None
     first_token_seconds: float | None = None
+    decode_step_seconds: float | None = None
     between_tokens_seconds: float | None = None
     request_times: RequestTimes | None = None
     micro_batch_times: list[MicroBatchTimes] = []
@@ -287,6 +292,7 @@ def make_report(
     ends = [end / 1e9 for end in outcome.step_ends]
     last = ends[-1] if ends else loaded
     first = ends[0] if ends else loaded
+    steps = [after - before for before, after in zip([loaded, *ends], ends, strict=False)]
     counts = [len(tokens) for tokens in outcome.tokens]
     decoded = sum(max(0, count - 1) for count in counts)
     batch = plan.batch
@@ -304,7 +310,7 @@ def make_report(
         else None,
         decode_tokens_per_second=_rate(decoded, last - first),
         throughput_tokens_per_second=_rate(sum(counts), last - loaded),
-        step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
+        step_seconds=steps,
         peak_bytes=_peak_bytes(plan, peers),
         tensor_parallel=plan.layout.config.ranks,
         nodes=plan.nodes.count,
@@ -312,6 +318,8 @@ def make_report(
         lanes=_lane_uses(outcome.busy, last - loaded),
         tasks=outcome.tasks,
         wall_seconds=wall_seconds,
+        costs_measured=not measured and bool(plan.machine.cost_table),
+        decode_step_seconds=mean_of_known(steps[1:]),
         between_tokens_seconds=mean_of_known(times.between_tokens_seconds),
         request_times=times,
         micro_batch_times=micro_batch_times(batch, times),

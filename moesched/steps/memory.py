@@ -61,18 +61,19 @@ class Memory(ReadOnly):
         """Bytes of the budget that are not reserved."""
         return self.capacity - self._used
 
-    def reserve(self, what: str, nbytes: int, parts: Parts | None = None) -> None:
+    def reserve(self, what: str, nbytes: int, parts: Parts | None = None, remedy: str = "") -> None:
         """Take bytes for the whole run.
 
         Args:
             what: the claimant in the message, as in "... needs N bytes": a cache, activations, a pool of slots.
             nbytes: the bytes to take.
             parts: the equal parts that the bytes consist of; None if they have none.
+            remedy: the end of the message.
 
         Raises:
             OverBudget: fewer bytes are free.
         """
-        self.require_free(what, nbytes, self.free_bytes, parts)
+        self.require_free(what, nbytes, self.free_bytes, parts, remedy)
         self._used += nbytes
         self._peak = max(self._peak, self._used)
 
@@ -95,12 +96,15 @@ class Memory(ReadOnly):
             )
         self._peak = max(self._peak, nbytes)
 
-    def require_free(self, what: str, nbytes: int, free: int, parts: Parts | None = None) -> None:
+    def require_free(
+        self, what: str, nbytes: int, free: int, parts: Parts | None = None, remedy: str = ""
+    ) -> None:
         """Check that `nbytes` bytes fit in `free` bytes.
 
         Args:
             what: the claimant in the message, as in "... needs N bytes".
             parts: the equal parts that the bytes consist of; None if they have none.
+            remedy: the end of the message.
 
         Raises:
             OverBudget: they do not fit; the message says how many parts would.
@@ -109,7 +113,7 @@ class Memory(ReadOnly):
             fit = "" if parts is None else f", {parts.that_fit(nbytes, free)}"
             raise OverBudget(
                 f"{what} needs {nbytes:,} bytes of {self.name}, which has {max(free, 0):,} free of its "
-                f"budget of {self.capacity:,}: {nbytes - free:,} bytes too few{fit}"
+                f"budget of {self.capacity:,}: {nbytes - free:,} bytes too few{fit}{remedy}"
             )
 
 

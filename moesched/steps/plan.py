@@ -264,7 +264,7 @@ class Plan(PlanFacts):
                 f"the plan has no place for the KV cache{whose}: call plan.place_kv('accelerator' or 'host')"
             )
         for each in self.reservations.of(declared):
-            self.memories[each.memory].reserve(each.what, each.nbytes, each.parts)
+            self.memories[each.memory].reserve(each.what, each.nbytes, each.parts, each.remedy)
         self.weights.reserve()
         self._declared = replace(declared, settled=True)
         host, pages = self.memory("host"), self.nodes.pages(self.layout)

@@ -129,7 +129,9 @@ class PlanFacts(Declarations):
             return left
         for reservation in self.reservations.of(given or self.declared):
             if reservation.memory == memory.name:
-                memory.require_free(reservation.what, reservation.nbytes, left, reservation.parts)
+                memory.require_free(
+                    reservation.what, reservation.nbytes, left, reservation.parts, reservation.remedy
+                )
                 left -= reservation.nbytes
         for what, nbytes, parts in self.weights.claims(memory, left):
             memory.require_free(what, nbytes, left, parts)

@@ -26,6 +26,12 @@ Content = Literal["weights", "KV cache", "buffers"]
 """Contents of a reservation; all but weights and the KV cache are buffers."""
 
 
+FROM_A_DISK = (
+    "; they can come from a disk: name it as roles.weights, as `moesched machine --weights disk` does"
+)
+"""Remedy where weights do not fit into the host's memory."""
+
+
 class Reservation(NamedTuple):
     """Bytes taken of one memory for the whole run.
 
@@ -35,6 +41,7 @@ class Reservation(NamedTuple):
         nbytes: the bytes taken.
         content: the kind of contents: weights, KV cache or buffers.
         parts: the equal parts that the bytes consist of; None if they have none.
+        remedy: the end of the message.
     """
 
     memory: str
@@ -42,6 +49,7 @@ class Reservation(NamedTuple):
     nbytes: int
     content: Content = "buffers"
     parts: Parts | None = None
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +254,8 @@ class Reservations(ReadOnly):
     def _all_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
         """Yield the reservation of all weights that this node uses, if they come from the host's memory."""
         if self._machine.weights_on_host:
-            yield Reservation(self._host, "all weights", self._weight_bytes(nodes), "weights")
+            nbytes = self._weight_bytes(nodes)
+            yield Reservation(self._host, "all weights", nbytes, "weights", remedy=FROM_A_DISK)
 
     def _weight_bytes(self, nodes: NodeShare) -> int:
         """Return the bytes of all weights that this node uses, in slots of the device; kept for later calls."""

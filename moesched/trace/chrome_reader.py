@@ -130,6 +130,7 @@ class AboutData(msgspec.Struct, kw_only=True):
     plan: dict[str, Any] = {}
     clocks: dict[str, Clock] = {}
     roofs: dict[str, Roof] = {}
+    costs_measured: bool = False
 
 
 class OtherData(AboutData, kw_only=True):

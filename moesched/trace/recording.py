@@ -322,6 +322,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         plan: sizes that the policy chose, as JSON values by name.
         clocks: corrections of the clocks of several nodes, by rank.
         roofs: limits of the machine's processors, by name; empty where they are not known.
+        costs_measured: of a prediction, whether `moesched calibrate` measured the costs that it rests on.
     """
 
     driver: Literal["virtual", "realtime"]
@@ -331,6 +332,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     plan: dict[str, Any] = {}
     clocks: dict[str, Clock] = {}
     roofs: dict[str, Roof] = {}
+    costs_measured: bool = False
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:
