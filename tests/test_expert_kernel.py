@@ -174,8 +174,8 @@ def test_a_forked_process_does_the_work_alone() -> None:
     ("settings", "allowed"),
     [
         ({"threads": 2, "pin": True}, [{affinity()[-1] if len(affinity()) < 2 else affinity()[1]}]),
-        ({"threads": 3, "left": 1}, [set(affinity()[1:])] * 2),
-        ({"threads": 2, "left": len(affinity())}, [set(affinity())]),
+        ({"threads": 3, "free_cores": 1}, [set(affinity()[1:])] * 2),
+        ({"threads": 2, "free_cores": len(affinity())}, [set(affinity())]),
     ],
     ids=["pinned to a core each", "off the cores that are left to others", "anywhere where all are left"],
 )

@@ -60,6 +60,7 @@ ABOUT = About(
     plan={"batch_size": 1},
     clocks={"0": Clock(ahead=1, error=1)},
     roofs={"gpu": Roof(flops=1e12, bandwidth=1e9)},
+    costs_measured=True,
 )
 
 

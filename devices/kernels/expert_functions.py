@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from moesched.models.networks import BESIDE_SUM, Activation, FeedForward, Router
+from moesched.models.networks import SUM_EPSILON, Activation, FeedForward, Router
 
 from ..products.linear import Blocks, Tensor, linear
 from .functions import tiles_of
@@ -71,7 +71,7 @@ def choose_experts(
     chosen_Tk = scores_TE.gather(-1, experts_Tk)
     if router.score == "sigmoid":
         if router.normalised:
-            chosen_Tk = chosen_Tk / (chosen_Tk.sum(-1, keepdim=True) + BESIDE_SUM)
+            chosen_Tk = chosen_Tk / (chosen_Tk.sum(-1, keepdim=True) + SUM_EPSILON)
         return experts_Tk, chosen_Tk * router.scale
     if router.normalised:  # equals the chosen of a softmax over all, divided by their sum
         weights_Tk = chosen_Tk.softmax(dim=-1)

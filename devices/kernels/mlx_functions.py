@@ -19,7 +19,7 @@ import mlx.core as mx
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
 from moesched.models.layers import GroupedAttention
-from moesched.models.networks import BESIDE_SUM, FeedForward, Router
+from moesched.models.networks import SUM_EPSILON, FeedForward, Router
 
 from . import mlx_elements
 
@@ -230,7 +230,7 @@ def choose_experts(
     chosen_Tk = mx.take_along_axis(scores_TE, experts_Tk, axis=-1)
     if router.score == "sigmoid":
         if router.normalised:
-            chosen_Tk = chosen_Tk / (chosen_Tk.sum(-1, keepdims=True) + BESIDE_SUM)
+            chosen_Tk = chosen_Tk / (chosen_Tk.sum(-1, keepdims=True) + SUM_EPSILON)
         return experts_Tk, chosen_Tk * router.scale
     if router.normalised:
         weights_Tk = mx.softmax(chosen_Tk, axis=-1)

@@ -166,7 +166,7 @@ static void choose(const Layer *layer, const float *scores, int64_t *chosen) {
 static void weigh_by_sigmoid(const Layer *layer, const float *scores, const int64_t *chosen, float *weights) {
     float sum = 0;
     for (int64_t i = 0; i < layer->top_k; i++) sum += weights[i] = scores[chosen[i]];
-    sum += 1e-20f; /* BESIDE_SUM of moesched/models/networks.py */
+    sum += 1e-20f; /* SUM_EPSILON of moesched/models/networks.py */
     for (int64_t i = 0; i < layer->top_k; i++)
         weights[i] = (layer->sum_to_one ? weights[i] / sum : weights[i]) * (float)layer->scale;
 }

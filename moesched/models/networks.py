@@ -11,7 +11,7 @@ from moesched.models.tensor_shapes import Shape
 
 Score = Literal["softmax", "sigmoid"]
 
-BESIDE_SUM = 1e-20
+SUM_EPSILON = 1e-20
 """Number that is added to a sum of sigmoid scores before they are divided by it: scores of 0 give weights of 0."""
 
 
