@@ -51,7 +51,9 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
 
 
 def require_defaults(policy: type, title: str) -> None:
-    """Check that a policy can be made without arguments, since settings replace defaults; `title` names it in errors.
+    """Check that each argument of a policy's constructor has a default: a user's settings may name only some.
+
+    title: the policy's name in errors.
 
     Raises:
         BadInput: a parameter of its constructor has no default.

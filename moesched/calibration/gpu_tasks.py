@@ -38,7 +38,7 @@ class Alike(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A task's work and its measured seconds."""
+    """The `Work` of a task (its operation, FLOPs and bytes), and the seconds that the task took."""
 
     work: Work
     seconds: float

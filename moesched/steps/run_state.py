@@ -144,13 +144,13 @@ class RunState:
     def leave_out(self, ended: Set[int], rows_apart: Callable[[int], bool]) -> None:
         """Leave out sequences that have ended, from the next step on.
 
-        A micro-batch whose sequences have all ended takes no part. Any other goes on without its ended sequences, if
-        that changes no bits of the others.
+        A micro-batch whose sequences have all ended is skipped. From others, ended sequences are removed only if the
+        results of the remaining ones stay the same to the bit; otherwise they are computed on.
 
         Args:
             ended: requests that have ended.
-            rows_apart: given a number of rows, tests whether no row's bits depend on another row in micro-batches of up
-                to that number.
+            rows_apart: returns whether each row's result is the same to the bit in all micro-batches of at most a given
+                number of rows.
         """
         batches, self.present = self.present, []
         for batch in batches:

@@ -152,7 +152,7 @@ class _Ledger:
                     os.write(self._descriptor, os.fsencode(path) + b"\0")
 
     def drop(self, path: Path) -> None:
-        """Remove a path from the list; remove the ledger's file if no path is left."""
+        """Strike a path off the ledger, without deleting it; delete the ledger's file if no path is left in it."""
         with self._lock:
             if path in self._paths:
                 self._paths.remove(path)

@@ -118,9 +118,10 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
 
 
 def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
-    """Return the attention of layers without a window, derived from `near`, the attention of layers with one.
+    """Return the attention of layers without a window, which differs from `near`, that of layers with a window.
 
-    Newer files give the heads of layers without a window by layer, older files in keys such as `global_head_dim`.
+    Keys of older files, such as `global_head_dim`, set the number and size of its heads here. Newer files list the
+    heads of each layer.
     """
     far = replace(near, window=None, keys_are_values=keys.attention_k_eq_v)
     if keys.per_layer_config is not None:
