@@ -56,11 +56,12 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | None = None) -> list[Help]:
     """Find the changes that would save most time, best first.
 
-    The result is empty if no change saves much, or if steps are too long to replay.
+    The recording is replayed with each change. The result is empty if no change saves much, or if a step has too many
+    tasks to replay.
 
     Args:
         recording: the whole run, or its first or last steps.
-        path: the recording's critical path, by kind, lane and cause.
+        path: the time on the recording's critical path, by kind of task, lane and reason to wait.
         decode_steps: number of the whole run's decode steps; by default the number that were recorded.
     """
     steps = _first_steps(recording)

@@ -117,10 +117,10 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
 def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
     """Return the node that runs each expert, such that the busiest node has few rows (tokens) to compute.
 
-    An expert counts as at least `ROWS_TO_READ` rows. If all experts count as equally many rows, `assign` decides.
-    Otherwise each expert, those with the most rows first, goes to the node that holds it and has the fewest rows; then
-    experts move off the busiest node while that helps. Only routing and placement matter, not a machine's speed, so
-    that every node computes the same assignment.
+    An expert counts as at least `ROWS_TO_READ` rows, since it takes no less time for fewer. If all experts count as
+    equally many rows, the result is that of `assign`, which counts experts. Otherwise each expert, those with the most
+    rows first, goes to the node that holds it and has the fewest rows; then experts move off the busiest node while
+    that helps. The result depends on routing and placement alone, so every node computes the same one.
 
     rows: number of rows of each expert.
     placement: the experts that each node holds.
@@ -312,9 +312,10 @@ def _draws(experts: int, top_k: int) -> list[list[int]]:
 
 
 def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
-    """Return the placement at which a local search ends, started from `holders`.
+    """Improve a placement by a local search, and return the result.
 
-    The search moves to the first better neighbour until there is none, or until its work exceeds `EFFORT`.
+    Each step makes the first move that lowers the expected load of the busiest node. The search ends if no move does,
+    or if its work exceeds `EFFORT`.
     """
     least = -(-top_k // nodes)
     best, seen = _searched_load(holders, top_k), {holders}

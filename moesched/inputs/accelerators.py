@@ -23,10 +23,10 @@ def cut_over_ranks(
     *,
     here: bool = False,
 ) -> tuple[ModelConfig, Machine, dict[str, int]]:
-    """Return one accelerator's share of the model, of the machine and of the budgets, with budgets in bytes by memory.
+    """Return one accelerator's share of the model, of the machine, and of the budget of each memory in bytes.
 
-    For a pipelined policy, which itself assigns layers to accelerators, model and budgets are returned undivided. The
-    returned machine has the budgets' limit of page-locked memory.
+    For a pipelined policy, which itself assigns layers to accelerators, model and budgets are returned undivided. A
+    limit of page-locked memory among the budgets is set in the returned machine.
 
     Args:
         budgets: limits by memory, as bytes or texts such as "16GB"; None for none.

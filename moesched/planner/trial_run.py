@@ -88,10 +88,10 @@ def trial_run(
     peers: Sequence[Rank] = (),
     most_steps: int = MOST_STEPS,
 ) -> TrialFigures:
-    """Run the prefill and a few decode steps of a plan, and return the predicted figures; the plan cannot be run again.
+    """Simulate the prefill and a few decode steps of a plan, and return the predicted figures.
 
-    The first decode step overlaps with the prefill, and the last one fetches nothing for a next step. Both are ignored
-    if there are other decode steps.
+    The plan cannot be run afterwards. Decode figures leave out the first decode step, which overlaps with the prefill,
+    and the last one, which fetches nothing for a next step, unless there are no others.
 
     Args:
         cost: the cost model; by default the measured costs of the plan's machine, or its roofline.
