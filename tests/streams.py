@@ -63,7 +63,7 @@ class FakeStreams:
 
     @property
     def operations(self) -> list[Operation]:
-        """What was issued, in that order."""
+        """The operations that were issued, in the order of issue."""
         return [*self._operations.values()]
 
     def close(self) -> None:
