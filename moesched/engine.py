@@ -322,9 +322,14 @@ class PlainEngine:
                 self._settle(task, CANCELLED)
 
     def forget(self) -> None:
-        """Drop the errors of a finished run: their tracebacks refer to tasks, which no garbage collector tracks."""
+        """Drop the errors and cancelled tasks of a finished run.
+
+        Tracebacks refer to tasks, and tasks to their lanes; no garbage collector tracks tasks.
+        """
         while self._undone:
             self._undone.pop().cause = None
+        for lane in self.lanes:
+            lane.unstarted.clear()
         self.failure = self._halted = self._refusal = None
 
     # -- the state machine -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -16,12 +17,13 @@ from moesched.drivers.validation import (
     new_engine,
     new_shared_engine,
 )
+from moesched.engine import Engine
 from moesched.errors import TaskCancelled, TaskFailed
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import make_lanes, plan_run
-from moesched.tasks import DEMAND, IDLE, PREFETCH, Block, HostKernel, Kernel, Lane
+from moesched.tasks import DEMAND, IDLE, PREFETCH, Block, Discipline, HostKernel, Kernel, Lane
 from small_models import SMALL
 
 LATE = "link stream; gpu stream; link: late writes x; issue late"
@@ -183,6 +185,21 @@ def test_a_stream_gets_more_tasks_than_its_depth_only_in_program_order() -> None
     assert issued() == ["first", "second"]
     engine.finish(on_host)
     assert issued() == ["needs the host", "fourth"]
+
+
+@pytest.mark.parametrize("discipline", ["in_order", "ready_first"])
+def test_a_run_that_failed_leaves_no_lane_in_memory(discipline: Discipline) -> None:
+    def fail() -> None:
+        gpu, host = Lane("lane of a failed run", discipline, domain="device"), Lane("host")
+        engine, mask = Engine([gpu, host]), Block("mask")
+        on_host = engine.submit(HostKernel(host, WORK, "on the host"), (), (mask,))
+        engine.submit(Kernel(gpu, WORK, "needs the host"), (mask,))
+        engine.fail(on_host, ValueError("no memory"))
+        engine.forget()
+
+    fail()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Lane and "failed run" in each.name]
 
 
 # -- errors --------------------------------------------------------------------------------------------------------
