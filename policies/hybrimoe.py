@@ -47,6 +47,7 @@ class HybriMoE(LayerByLayer):
         self.prefetches = Prefetches(self.cache.pool)
         self.routes = [bool(plan.layout.experts_of(i)) for i in plan.layers]
         self.decisions = LayerDecisions(ExpertLatencies(plan), on_host=self.cache.on_host)
+        self.page = self.decisions.transfer / len(plan.layout.an_expert)
 
     async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
@@ -56,7 +57,7 @@ class HybriMoE(LayerByLayer):
         routed = {j: await handle for j, handle in routing.items()}
         self.run_experts(step, i, routed)
         expected = {n: {j: await each for j, each in of.items()} for n, of in previews.items()}
-        self._prefetch(step, expected, {n: (n - i) * self.seconds for n in later})
+        self._prefetch(step, i, expected)
 
     def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         users = users_of(routed)
@@ -72,19 +73,26 @@ class HybriMoE(LayerByLayer):
                 self.run_expert(step, i, expert, users[expert])
             self.cache.admit(step, (i, expert))
         self.load_back(step, i, back)
-        self.seconds = division.seconds
+        self.division = division
 
-    def _prefetch(self, step: Step, expected: Mapping[int, Routed], begins: Mapping[int, float]) -> None:
+    def _prefetch(self, step: Step, i: int, expected: Mapping[int, Routed]) -> None:
         """Prefetch the experts whose arrival shortens the time of their layers most.
 
-        expected: the routing that is expected of each later layer, by layer. begins: seconds until each of these layers
-        begins.
+        Later layers are taken to be like layer `i`. Their fetches go first on the link, but a page that is under way is not
+        interrupted: each layer that a prefetch outlasts waits for a page, with its fetches or the outputs of its host.
+
+        expected: the routing that is expected of each later layer, by layer.
         """
         gains = {n: self._gain(n, routed) for n, routed in expected.items() if tokens_of(routed)}
+        transfer, division = self.decisions.transfer, self.division
+        idle = max(0.0, division.seconds - len(division.fetched) * transfer)
+        waits = bool(division.fetched or division.on_host)
+        wait = self.page * max(1.0, transfer / division.seconds) if waits else 0.0
         while gains and len(self.prefetches) < self.buffers - 1:
-            arrival = (len(self.prefetches) + 1) * self.decisions.transfer
-            best = max(gains, key=lambda n: gains[n][0] - max(0.0, arrival - begins[n]))
-            if gains[best][0] <= max(0.0, arrival - begins[best]):
+            arrival = (len(self.prefetches) + 1) * transfer
+            net = {n: gain - max(0.0, arrival - (n - i) * idle) - wait for n, (gain, _) in gains.items()}
+            best = max(net, key=net.__getitem__)
+            if net[best] <= 0:
                 return
             self.prefetches.fetch(step, gains[best][1])
             gains[best] = self._gain(best, expected[best])

@@ -203,6 +203,15 @@ def test_nothing_is_prefetched_that_would_come_too_late() -> None:
     assert watch.experts("fetch") == []
 
 
+def test_nothing_is_prefetched_whose_pages_would_hold_up_more_outputs_of_the_host_than_they_save() -> None:
+    # An expert takes as long to come as two and a half layers, which all run on the host.
+    steps = [[[4], [4], [4], [4]]] * 2
+    machine = with_rates(link=1e8, cpu=2.5e8)
+    watch = simulated("hybrimoe", steps, {"experts": 4}, machine=machine)
+    assert {place for step, _, place in places(watch) if step} == {"host"}
+    assert watch.experts("fetch") == []
+
+
 # -- MoE-Gen -------------------------------------------------------------------------------------------------------
 
 
