@@ -16,7 +16,8 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.at_once import library_of
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.stream_clock import PERIOD, StreamClock
-from moesched.tasks import Kernel, Lane, Task, Work
+from moesched.tasks import Kernel, Lane, Task
+from moesched.work import Work
 
 LANES = [Lane("a"), Lane("b")]
 NETWORK = Lane("network")

@@ -17,8 +17,9 @@ from moesched.analysis.explanation_tables import bottleneck_in_words, tables_of
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.models.layout import Page
-from moesched.tasks import Block, Lane, PageTransfer, Task, Work
+from moesched.tasks import Block, Lane, PageTransfer, Task
 from moesched.trace import About, Recorder, Recording, read_trace, write_trace
+from moesched.work import Work
 from runs import FORTY_PERCENT, realtime_run, virtual_run
 from traces import ranks_that_meet, run_graph, run_ranks, task
 

@@ -23,10 +23,11 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.seams import Transport
-from moesched.tasks import Collective, Lane, Task, Work
+from moesched.tasks import Collective, Lane, Task
 from moesched.testing import Case
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport
+from moesched.work import Work
 from reference import decisive_tokens
 from small_models import SMALL, small_model
 

@@ -14,7 +14,8 @@ from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import CheckedSharedEngine
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import LaneKind
-from moesched.tasks import Block, Decision, Discipline, Kernel, Lane, Task, Work
+from moesched.tasks import Block, Decision, Discipline, Kernel, Lane, Task
+from moesched.work import Work
 
 WORK = Work("test", "cpu")
 KINDS: tuple[LaneKind, ...] = ("thread", "guest", "loop", "awaitable")

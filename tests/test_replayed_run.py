@@ -28,19 +28,9 @@ from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.steps.verbs.base import CLASSES
-from moesched.tasks import (
-    IDLE,
-    PREFETCH,
-    Block,
-    Collective,
-    Discipline,
-    Kernel,
-    Lane,
-    PageTransfer,
-    Task,
-    Work,
-)
+from moesched.tasks import IDLE, PREFETCH, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task
 from moesched.trace import Recorder, Recording
+from moesched.work import Work
 from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
 from test_pipeline import TWO
 from test_priorities import Urged

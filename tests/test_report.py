@@ -23,10 +23,10 @@ from moesched.report.kernel_points import kernel_points
 from moesched.report.page import MODULES
 from moesched.seams import Demand
 from moesched.steps.pool_counts import Counted
-from moesched.tasks import Work
 from moesched.trace import About, Recorder, Recording, TitledRun, critical_path, read_trace, write_trace
 from moesched.trace.recording import Roof
 from moesched.units import format_seconds
+from moesched.work import Work
 from report_pages import PageElements, data_of
 from runs import FORTY_PERCENT, Run, realtime_run, virtual_run
 from traces import largest_file, ranks_that_meet

@@ -19,7 +19,8 @@ from moesched.drivers.validation import CheckedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import Demand
-from moesched.tasks import DEMAND, IDLE, Block, Decision, Discipline, Kernel, Lane, PageTransfer, Task, Work
+from moesched.tasks import DEMAND, IDLE, Block, Decision, Discipline, Kernel, Lane, PageTransfer, Task
+from moesched.work import Work
 
 GARBAGE = """
 import weakref

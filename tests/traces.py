@@ -15,7 +15,7 @@ from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import TaskFailed
 from moesched.seams import Demand
-from moesched.tasks import Block, Collective, Kernel, Lane, Work
+from moesched.tasks import Block, Collective, Kernel, Lane
 from moesched.trace import (
     About,
     LaneName,
@@ -28,6 +28,7 @@ from moesched.trace import (
     read_trace,
     write_trace,
 )
+from moesched.work import Work
 
 Event = dict[str, Any]
 

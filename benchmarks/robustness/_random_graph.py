@@ -23,14 +23,9 @@ from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import Demand, Exchange
-from moesched.tasks import (
-    Collective,
-    Discipline,
-    Lane,
-    Task,
-    Work,
-)
+from moesched.tasks import Collective, Discipline, Lane, Task
 from moesched.transports.inproc import InprocTransport
+from moesched.work import Work
 from streams import FakeStreams
 
 OTHER_KINDS = ("thread", "guest", "loop", "awaitable", "stream", "stream")

@@ -13,16 +13,8 @@ from moesched.models.layout import Page
 from moesched.steps.memory import Memory, Pool, Slot, held_slots
 from moesched.steps.pool_counts import FETCHED
 from moesched.steps.views import Views
-from moesched.tasks import (
-    Block,
-    Collective,
-    Decision,
-    HostKernel,
-    Kernel,
-    PageTransfer,
-    Task,
-    Work,
-)
+from moesched.tasks import Block, Collective, Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.work import Work
 
 if TYPE_CHECKING:
     from benchmarks.robustness._random_graph import Graph
