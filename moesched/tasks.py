@@ -92,7 +92,7 @@ class Lane:
         in_flight: number of tasks that are handed to the stream and have not ended.
         busy: nanoseconds that the lane ran so far.
         running: the task that holds the lane; None while the lane is idle.
-        simple: whether the lane is no stream and carries no collectives.
+        simple: whether the lane carries no collectives, and its engine was not halted.
         unstarted: the tasks of a stream in program order, from the first that has not started.
     """
 
@@ -123,7 +123,7 @@ class Lane:
     ) -> None:
         self.name = name
         self.in_order = discipline == "in_order"
-        self.simple = domain is None
+        self.simple = True
         self.domain = domain
         self.depth = depth
         self.depth_in_order = max(depth, depth_in_order)
