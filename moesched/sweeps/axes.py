@@ -83,6 +83,7 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
     """
     given: dict[str, Any] = {}
     for name, items in texts.items():
+        _require_utf8(name, items)
         if name != PRICES and not OPTIONS[name].is_table:
             given[name] = _split(",".join(items), OPTIONS[name].item_kind is str)
             continue
@@ -193,6 +194,16 @@ def _price(given: Any, title: str) -> float:
         raise BadInput(
             f"{title}: {shown(given)} is not a number of dollars: write it so, or omit it"
         ) from None
+
+
+def _require_utf8(name: str, items: Iterable[str]) -> None:
+    for item in items:
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise BadInput(
+                f"{option_of(name)} {shown(item)} is not UTF-8, as results are: rename the file"
+            ) from None
 
 
 def _split(text: str, plain: bool) -> list[Any]:
