@@ -78,7 +78,9 @@ def read_runs(sources: Sequence[ComparedRun | Path | str], *, replayed: bool = F
     runs = [source if isinstance(source, ComparedRun) else read_run(source) for source in sources]
     names = Counter(run.title for run in runs)
     runs = [
-        run if isinstance(source, ComparedRun) or names[run.title] == 1 else replace(run, title=plain_text(str(source)))
+        run
+        if isinstance(source, ComparedRun) or names[run.title] == 1
+        else replace(run, title=plain_text(str(source)))
         for source, run in zip(sources, runs, strict=True)
     ]
     if replayed:

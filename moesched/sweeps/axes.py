@@ -17,7 +17,7 @@ from moesched.settings import parse_value
 from moesched.system.decoding import decode_toml
 from moesched.system.input_file import read_input
 from moesched.system.near_names import nearest_of
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import is_utf8, shown
 
 MODEL = "mixtral-8x7b"
 """The model where none is given."""
@@ -198,12 +198,8 @@ def _price(given: Any, title: str) -> float:
 
 def _require_utf8(name: str, items: Iterable[str]) -> None:
     for item in items:
-        try:
-            item.encode()
-        except UnicodeEncodeError:
-            raise BadInput(
-                f"{option_of(name)} {shown(item)} is not UTF-8, as results are: rename the file"
-            ) from None
+        if not is_utf8(item):
+            raise BadInput(f"{option_of(name)} {shown(item)} is not UTF-8, as results are: rename the file")
 
 
 def _split(text: str, plain: bool) -> list[Any]:
