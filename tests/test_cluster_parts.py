@@ -28,6 +28,7 @@ from moesched.cluster.handshake import Expected, refusal
 from moesched.cluster.messages import (
     MOST_BYTES,
     PROTOCOL,
+    Failed,
     JoinRequest,
     Ping,
     Pong,
@@ -346,7 +347,8 @@ def recording(origin: int, *spans: tuple[int, int]) -> Recording:
 def test_a_failure_that_names_a_path_of_other_bytes_can_be_sent() -> None:
     said: list[Any] = []
     NodeReports(said.append).failed("input", BadInput("cannot read /\udcff"))
-    assert read_node(pack(said[0])).message == r"cannot read /\udcff"
+    told = read_node(pack(said[0]))
+    assert isinstance(told, Failed) and told.message == r"cannot read /\udcff"
 
 
 def test_recordings_of_several_nodes_stand_on_one_clock() -> None:
