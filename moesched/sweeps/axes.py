@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -183,6 +184,8 @@ def _value(given: Any, option: Described, title: str) -> Any:
     except msgspec.ValidationError:
         meant = "one of " + ", ".join(get_args(kind)) if get_origin(kind) is Literal else _MEANT[kind]
         raise BadInput(f"{title}: {shown(given)} is not {meant}: write it so, or omit it") from None
+    if isinstance(value, float) and not isfinite(value):
+        raise BadInput(f"{title} is {value}, which lines of results cannot hold: give a finite number")
     option.require(value, title)
     return value
 
