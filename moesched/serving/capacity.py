@@ -98,8 +98,8 @@ class Capacity(msgspec.Struct, frozen=True):
 def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
     """Return a capacity with the sizes of a batch, for requests of up to `context` tokens, prompt and answer together.
 
-    All places are equal, with no more requests each than a micro-batch of these sizes. Together they take as many of the
-    batch's requests as can be shared out evenly: 16 in micro-batches of up to 6 are 4 places of 4.
+    All places are equal, with no more requests each than a micro-batch of these sizes. Together they take as many of
+    the batch's requests as can be shared out evenly: 16 in micro-batches of up to 6 are 4 places of 4.
     """
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
     places = _even_places(sizes.batch_size, sizes.micro_batches)
