@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ def generated(
     )
 
 
-def assert_same_tokens(model: Any, ours: Generated) -> None:
-    """Greedy tokens equal Hugging Face's wherever its choice is decisive."""
+def assert_same_tokens(
+    model: Any, ours: Generated, logits_of: Callable[[Any, list[int]], torch.Tensor] = hugging_face_logits
+) -> None:
+    """Greedy tokens equal those of another library, by default Hugging Face, wherever its choice is decisive."""
     prompts = prompts_of(model.config.vocab_size)
     decisive = 0
     for prompt, tokens, logits in zip(prompts, ours.tokens, ours.logits_RSV, strict=True):
-        expected = hugging_face_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+        expected = logits_of(model, prompt + tokens)[len(prompt) - 1 : -1]
         assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-3)
         first, second = expected.topk(2, dim=-1).values.unbind(-1)
         clear = first - second > DECISIVE

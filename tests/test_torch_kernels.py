@@ -5,18 +5,17 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from against_hugging_face import STEPS, assert_same_tokens
 from benchmarks.shared.random_models import (
-    DECISIVE,
-    hugging_face_logits,
     mixtral,
     prompts_of,
     random_mixtral,
 )
+from benchmarks.shared.small_runs import Generated
 from moesched.devices.kernels import attention_functions, expert_functions, functions, qkv_functions
 from moesched.devices.kernels.attention_functions import KVView
 from moesched.devices.products.linear import expert_ffn, linear
@@ -29,31 +28,16 @@ from reference import Reference, cut_in_three, generate, whole
 
 Tensor = torch.Tensor
 
-STEPS = 6
-
-
-def assert_same_tokens(model: Any, directory: Path, **options: Any) -> None:
-    """Greedy tokens equal Hugging Face's wherever its choice is decisive."""
-    model.save_pretrained(directory)
-    prompts = prompts_of(model.config.vocab_size)
-    chosen, logits_PSV = generate(Reference(directory, **options), prompts, STEPS)
-    decisive = 0
-    for sequence, (prompt, tokens) in enumerate(zip(prompts, chosen, strict=True)):
-        expected = hugging_face_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
-        assert torch.allclose(logits_PSV[:, sequence], expected, atol=2e-4, rtol=1e-3)
-        first, second = expected.topk(2, dim=-1).values.unbind(-1)
-        clear = first - second > DECISIVE
-        decisive += int(clear.sum())
-        assert torch.equal(expected.argmax(-1)[clear], torch.tensor(tokens)[clear])
-    assert decisive > 0.9 * len(prompts) * STEPS
-
-
 # ---------------------------------------------------------------- Hugging Face, float32
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_equal_those_of_a_random_mixtral(tmp_path: Path, seed: int) -> None:
-    assert_same_tokens(random_mixtral(seed), tmp_path, cut=whole if seed % 2 else cut_in_three)
+    model = random_mixtral(seed)
+    model.save_pretrained(tmp_path)
+    reference = Reference(tmp_path, cut=whole if seed % 2 else cut_in_three)
+    tokens, logits_PSV = generate(reference, prompts_of(model.config.vocab_size), STEPS)
+    assert_same_tokens(model, Generated(tokens, logits_PSV.transpose(0, 1), streamed_pages=0))
 
 
 def test_fused_and_sharded_checkpoints_give_the_same_bits(tmp_path: Path) -> None:
@@ -69,9 +53,6 @@ def test_fused_and_sharded_checkpoints_give_the_same_bits(tmp_path: Path) -> Non
     for tokens, logits in results[1:]:
         assert tokens == results[0][0]
         assert torch.equal(logits, results[0][1])
-
-
-# ---------------------------------------------------------------- Hugging Face, bfloat16
 
 
 # ---------------------------------------------------------------- however the work is cut and ordered
