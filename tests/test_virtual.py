@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import subprocess
 import sys
@@ -166,16 +165,6 @@ def test_an_urgent_transfer_overtakes_but_does_not_interrupt() -> None:
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
-
-
-def test_a_policy_that_awaits_something_else_is_told_what_it_may_await() -> None:
-    clock = Clock("gpu")
-
-    async def policy() -> None:
-        await asyncio.sleep(1)
-
-    with pytest.raises(PolicyError, match="may await the handles of its tasks only"):
-        clock.driver.run(policy())
 
 
 def test_a_policy_that_awaits_a_stranger_is_told_which() -> None:
