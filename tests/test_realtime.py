@@ -66,19 +66,6 @@ class Machine:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chain_over_two_lanes_runs_in_its_order(kind: LaneKind) -> None:
-    machine = Machine("gpu", "link", kind=kind)
-    block = Block("x")
-
-    async def policy() -> None:
-        for number in range(50):
-            machine.submit(("gpu", "link")[number % 2], f"{number}", (block,), (block,))
-
-    machine.run(policy())
-    assert machine.done == [f"{number}" for number in range(50)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_awaiting_each_of_many_tasks_never_misses_an_end(kind: LaneKind) -> None:
     machine = Machine("a", "b", kind=kind, bodies={"task": lambda task: task.id})
 
@@ -402,18 +389,3 @@ def test_no_thread_is_left_behind() -> None:
 
     machine.run(policy())
     assert set(threading.enumerate()) == before
-
-
-def test_ranks_go_on_independently() -> None:
-    engines = [CheckedSharedEngine([Lane("gpu")]) for _ in range(3)]
-    driver = RealtimeDriver(engines, lambda task: task.micro_batch)
-
-    async def policy(rank: int) -> int:
-        total = 0
-        for _ in range(50):
-            total += await engines[rank].submit(Kernel(engines[rank].lanes[0], WORK, "kernel", -1, rank))
-        return total
-
-    assert asyncio.run(driver.run(*(policy(rank) for rank in range(3)))) == [0, 50, 100]
-    for engine in engines:
-        engine.check_over()
