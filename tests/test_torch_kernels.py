@@ -16,6 +16,7 @@ from benchmarks.shared.random_models import (
     random_mixtral,
 )
 from benchmarks.shared.small_runs import Generated
+from exact_attention import exact_attention
 from moesched.devices.kernels import attention_functions, expert_functions, functions, qkv_functions
 from moesched.devices.kernels.attention_functions import KVView
 from moesched.devices.products.linear import expert_ffn, linear
@@ -69,7 +70,7 @@ def test_a_prompt_in_chunks_is_the_prompt(window: int | None, chunks: list[int])
         view = KVView(k[None, :stop], v[None, :stop], chunk)
         parts.append(attention_functions.attention(q[start:stop], [view], window))
         start = stop
-    assert torch.allclose(torch.cat(parts), plain_attention(q, k, v, window), atol=1e-6)
+    assert torch.allclose(torch.cat(parts), exact_attention(q, k, v, window).float(), atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -78,19 +79,7 @@ def test_attention_over_more_queries_than_a_tile(window: int | None) -> None:
     tokens, past = QUERY_TILE + 90, 60
     q, k, v = torch.randn(tokens, 2, 4), torch.randn(tokens + past, 1, 4), torch.randn(tokens + past, 1, 4)
     out = attention_functions.attention(q, [KVView(k[None], v[None], tokens)], window)
-    everything = torch.cat((torch.zeros(past, 2, 4), q))
-    assert torch.allclose(out, plain_attention(everything, k, v, window)[past:], atol=1e-5)
-
-
-def plain_attention(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None) -> Tensor:
-    """Attention as the textbook has it, with every key-value head repeated and a full mask."""
-    tokens, heads, head_dim = q_THd.shape
-    k_THd, v_THd = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k_TKd, v_TKd))
-    scores = torch.einsum("thd,shd->hts", q_THd, k_THd) / head_dim**0.5
-    t, s = torch.arange(tokens)[:, None], torch.arange(tokens)
-    seen = (s <= t) & (s > t - (window or tokens))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hts,shd->thd", weights, v_THd).reshape(tokens, -1)
+    assert torch.allclose(out, exact_attention(q, k, v, window).float(), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
