@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,9 @@ def test_a_copy_of_a_header_tells_the_dtype_too(tmp_path: Path) -> None:
 def test_a_number_that_float32_cannot_compute_with_is_refused(tmp_path: Path, key: str, value: float) -> None:
     write_config(tmp_path, **{key: value})
     assert f"{value!r}" in refusal(tmp_path)
+
+
+def test_a_model_in_a_folder_whose_name_is_no_text_has_a_name_that_reports_can_hold(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    assert config_of(folder).name == r"\udcff"

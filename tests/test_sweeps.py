@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -113,6 +114,11 @@ def test_a_sweep_whose_points_all_fail_tells_the_first_reason_and_ends_early(
     assert f"all {TRIED_FIRST} points that ran failed: the sweep ended early" in said.err
     tried = [line["inputs"]["batch_size"] for line in lines_in(tmp_path / "x.jsonl")]
     assert len(tried) == TRIED_FIRST and max(tried) > 40, "points from all parts"
+
+
+def test_an_input_whose_name_is_no_text_is_refused(command: Any) -> None:
+    said = command(*SHORT, "--policy", "resident", "--machine", os.fsdecode(b"\xff.toml"))
+    refused(said, r"--machine '\\udcff\.toml' is not UTF-8, as results are: rename the file")
 
 
 # -- axes, points, keys, files and figures ---------------------------------------------------------
@@ -237,7 +243,8 @@ def test_contents_count_and_not_only_names(tmp_path: Path) -> None:
     policy, machine, workload = (tmp_path / name for name in ("p.py", "m.toml", "w.toml"))
     (tmp_path / "helper.py").write_text("AHEAD = 1\n")
     policy.write_text(
-        "import helper\nfrom moesched.policies.cgopipe import CGOPipe\nclass Mine(CGOPipe): pass\n"
+        "try: from . import helper\nexcept ImportError: import helper\n"
+        "from moesched.policies.cgopipe import CGOPipe\nclass Mine(CGOPipe): pass\n"
     )
     machine.write_text((Path(__file__).parents[1] / "moesched/machines/t4.toml").read_text())
     workload.write_text('name = "short"\nnew_tokens = [2]\nprompt_tokens = [3, 9]\n')

@@ -377,5 +377,6 @@ def test_a_kind_of_tasks_may_last_nothing(command: Any, streamed_trace: Path, ot
             if each["name"].split()[0] == name:
                 each["dur"] = NOTHING
     assert command("explain", other).code == 0
+    both = other.with_name("both.json")
     for pair in ((streamed_trace, other), (other, streamed_trace)):
-        assert command("compare", *pair).code == 0
+        assert command("compare", *pair, "--trace", both).code == 0
