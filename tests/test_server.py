@@ -306,6 +306,7 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
         "the prompt",
     ),
     (PLAIN, {"model": "fake", "prompt": "a", "top_k": 2**64}, "top_k", "top_k is 1844"),
+    (PLAIN, {"model": "fake", "prompt": "a", "user": "u" * 257}, "user", "length <= 256"),
     (PLAIN, {"model": "fake", "prompt": ["a"] * 100_000}, "n", "100000 answers at once"),
     (PLAIN, {"model": "fake", "prompt": "a", "seed": [["y" * 100] * 9] * 9}, "seed", "seed is [['yyy"),
     (
@@ -359,6 +360,7 @@ async def test_fields_that_change_no_answer_are_taken(server: Server) -> None:
         "logit_bias": {},
         "tools": None,
         "reasoning_effort": None,
+        "stream_options": {"include_usage": None},
     }
     answer = await chat(server, max_tokens=1, extra_body=harmless)
     assert answer.usage.completion_tokens == 1
