@@ -112,11 +112,6 @@ def test_stop_tokens_of_generation_go_before_those_of_the_model(tmp_path: Path) 
     assert config_of(tmp_path, eos_token_id=2).stop_tokens == (7, 8)
 
 
-def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
-    for directory in (tmp_path, tmp_path / "nowhere"):
-        assert f"cannot read configuration {directory / 'config.json'}: No such file" in refusal(directory)
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "not json", '"\\ud800"', '{"hidden_size": "large"}'])
 def test_a_config_that_is_no_json_object_of_settings_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from commands import RUN_KEYS, in_one_line, refused
+from commands import RUN_KEYS, refused
 from moesched.errors import BadInput
 from moesched.jobs.report import JobReport
 from moesched.jobs.simulate_model import simulate_model, simulate_scenario
@@ -114,15 +114,6 @@ def test_a_sweep_whose_points_all_fail_tells_the_first_reason_and_ends_early(
     assert f"all {TRIED_FIRST} points that ran failed: the sweep ended early" in said.err
     tried = [line["inputs"]["batch_size"] for line in lines_in(tmp_path / "x.jsonl")]
     assert len(tried) == TRIED_FIRST and max(tried) > 40, "points from all parts"
-
-
-def test_an_unwritable_picture_is_refused_before_the_first_point(command: Any, tmp_path: Path) -> None:
-    said = command(
-        *SHORT, "--policy", "resident", "--out", tmp_path / "x.jsonl", "--plot", tmp_path / "no" / "x.png"
-    )
-    assert said.code == 2
-    in_one_line(said, "cannot write picture .*: make its folder first")
-    assert not (tmp_path / "x.jsonl").exists()
 
 
 def test_an_input_whose_name_is_no_text_is_refused(command: Any) -> None:

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from moesched.steps.pool_counts import Counted
-from moesched.tasks import Demand, Phase, phase_after
+from moesched.tasks import Phase, phase_after
+from moesched.work import Demand
 
 WAIT = "wait"
 """The verb of a task that lasts until the next request arrives."""
