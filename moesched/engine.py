@@ -45,12 +45,12 @@ from moesched.tasks import (
     Join,
     Lane,
     Task,
-    Work,
     cancelled_by,
     priority,
     read_only,
     story_of,
 )
+from moesched.work import Work
 
 T = TypeVar("T", bound=Task)
 

@@ -25,8 +25,8 @@ from moesched.tasks import (
     Lane,
     PageTransfer,
     Task,
-    Work,
 )
+from moesched.work import Work
 
 COMPILED = Engine.submit is not PlainEngine.submit
 WORK = Work("test", "gpu")

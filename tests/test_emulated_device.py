@@ -34,10 +34,10 @@ from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.seams import Dilations, ignore_progress
 from moesched.steps.plan import Plan
-from moesched.tasks import Work
 from moesched.testing import check_device
 from moesched.trace import Recorder, Slice
 from moesched.transports.inproc import InprocTransport
+from moesched.work import Work
 from small_models import SMALL, small_model
 
 NAME = "moesched.devices.emulated.device:EmulatedDevice"

@@ -17,7 +17,7 @@ from moesched.settings import parse_value
 from moesched.system.decoding import decode_toml
 from moesched.system.input_file import read_input
 from moesched.system.near_names import nearest_of
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import is_utf8, shown
 
 MODEL = "mixtral-8x7b"
 """The model where none is given."""
@@ -83,6 +83,7 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
     """
     given: dict[str, Any] = {}
     for name, items in texts.items():
+        _require_utf8(name, items)
         if name != PRICES and not OPTIONS[name].is_table:
             given[name] = _split(",".join(items), OPTIONS[name].item_kind is str)
             continue
@@ -193,6 +194,12 @@ def _price(given: Any, title: str) -> float:
         raise BadInput(
             f"{title}: {shown(given)} is not a number of dollars: write it so, or omit it"
         ) from None
+
+
+def _require_utf8(name: str, items: Iterable[str]) -> None:
+    for item in items:
+        if not is_utf8(item):
+            raise BadInput(f"{option_of(name)} {shown(item)} is not UTF-8, as results are: rename the file")
 
 
 def _split(text: str, plain: bool) -> list[Any]:
