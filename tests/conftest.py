@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -18,6 +18,7 @@ from hypothesis import settings
 from commands import Said
 
 if TYPE_CHECKING:
+    from fronts import Server
     from moesched.models.checkpoint import Checkpoint
     from runs import Run
 
@@ -163,6 +164,21 @@ def command(capfd: pytest.CaptureFixture[str]) -> Any:
         return Said(code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The event loop of asynchronous tests: that of the server."""
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    """A server's front before a fake engine."""
+    from fronts import front
+
+    async with front() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,14 @@ def run_nodes(
     nodes: int,
     kind: Any = TorchDevice,
     recorder: Recorder | None = None,
+    prompts: Sequence[list[int]] = PROMPTS,
+    new_tokens: int = NEW_TOKENS,
     **settings: Any,
 ) -> tuple[list[list[int]], list[Any]]:
     """The tokens of the first node, and the devices of all, which are of a kind."""
     checkpoint = open_checkpoint(directory)
     layout = weight_layout(checkpoint.config, "float32")
-    batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
+    batch = split_batch([len(prompt) for prompt in prompts], new_tokens, 2)
     transport = InprocTransport(nodes)
     ranks = []
     for node in range(nodes):
@@ -75,7 +78,7 @@ def run_nodes(
         ranks.append(Rank(plan, made, device))
         device.join(node, transport, ranks[0].device)
     first, *peers = ranks
-    report = run(first.plan, first.policy, first.device, PROMPTS, peers=peers, recorder=recorder)
+    report = run(first.plan, first.policy, first.device, prompts, peers=peers, recorder=recorder)
     return report.tokens or [], [each.device for each in ranks]
 
 

@@ -222,6 +222,7 @@ INLINE void sums_avx512(int size, Words codes[][VECTORS], const char *pieces, in
 #define WIDENED(halves) widened_halves_avx512((__m512i)(halves))
 #define OF_FP4(codes) numbers_of_fp4_avx512((__m512i)(codes))
 #include "coded_formats.h"
+#include "coded_one_row_avx512.h"
 
 #define put_avx512_vnni put_bytes
 
