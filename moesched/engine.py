@@ -17,8 +17,9 @@ A task has settled when it is done, failed or cancelled. A task that was cancell
 its storage still waits for the earlier users of that storage. A failed task's `followers` that need its result are
 cancelled, and those that only have to come after it still run.
 
-`submit` and `finish` run for every task, so they exist twice: here, and compiled in engine.c, which inlines `_settle`,
-`_release`, `_enqueue` and `_next` for plain tasks. Change both together; tests run random graphs through the two.
+`submit`, `issued` and `finish` run for every task, so they exist twice: here, and compiled in engine.c, which inlines
+`_settle`, `_release`, `_enqueue` and `_next` for plain tasks, as well as `Lane.next_task` and the edges on devices.
+Change both together; tests run random graphs through the two.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ from moesched.tasks import (
     WAITING,
     Block,
     Collective,
+    DeviceEdges,
     Join,
     Lane,
     Task,
-    Work,
     cancelled_by,
     priority,
     read_only,
     story_of,
 )
+from moesched.work import Work
 
 T = TypeVar("T", bound=Task)
 
@@ -61,7 +63,7 @@ _NOWHERE = Lane("join")
 _NOWHERE.simple = False
 _NO_WORK = Work("join", "")
 
-_COMPILED_VERSION = 1
+_COMPILED_VERSION = 2
 """The version of engine.c that does what is written here."""
 
 
@@ -440,24 +442,24 @@ class PlainEngine:
             self._next(task.lane)
 
 
-def _compiled_methods() -> tuple[Any, Any]:
-    """Load `submit` and `finish` from engine.c; without a compiled engine.c of this version, return those in Python."""
-    classes = PlainEngine, Task, Block, Lane
+def _compiled_methods() -> tuple[Any, Any, Any]:
+    """Load the methods in engine.c; without a compiled engine.c of this version, return those in Python."""
+    classes = PlainEngine, Task, Block, Lane, DeviceEdges
     try:
         compiled = import_module("moesched._engine")
-        methods: tuple[Any, Any] = compiled.methods(_COMPILED_VERSION, *classes, read_only, cancelled_by)
+        methods: tuple[Any, Any, Any] = compiled.methods(_COMPILED_VERSION, *classes, read_only, cancelled_by)
     except ImportError:
-        return PlainEngine.submit, PlainEngine.finish
+        return PlainEngine.submit, PlainEngine.issued, PlainEngine.finish
     return methods
 
 
 class Engine(PlainEngine):
-    """A `PlainEngine` whose `submit` and `finish` are compiled, if there was a C compiler at the installation."""
+    """A `PlainEngine` with three compiled methods, if there was a C compiler at the installation."""
 
     __slots__ = ()
 
     if not TYPE_CHECKING:
-        submit, finish = _compiled_methods()
+        submit, issued, finish = _compiled_methods()
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:

@@ -18,7 +18,7 @@ from moesched.seams import Device, Kernel, Policy, Transport
 from moesched.system.input_file import is_file
 from moesched.system.memory import require_address_space
 from moesched.system.near_names import with_nearest
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import is_utf8, shown
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.system.source_lines import raising_line
 
@@ -169,6 +169,8 @@ def _named(module: ModuleType, title: str, attribute: str) -> Any:
 def _module_in(file: Path) -> ModuleType:
     """Import the module in a file, and append the file's folder to `sys.path` for the modules that it imports."""
     path = file.expanduser().resolve(strict=True)
+    if not is_utf8(str(path)):
+        raise ImportError("its path is not UTF-8, as traces and reports are: rename its file or folder")
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module

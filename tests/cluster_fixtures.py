@@ -31,7 +31,7 @@ DBRX = MIXTRAL.varied(form="dbrx", transposed_down=True, norm="layer", experts=5
 
 
 @pytest.fixture(scope="session")
-def server() -> ForkServer:
+def forks() -> ForkServer:
     return ForkServer()
 
 
@@ -69,23 +69,23 @@ def seated(tmp_path: Path) -> Iterator[tuple[Path, Cluster]]:
     yield file, described
 
 
-def run_here(model: Path, server: ForkServer, nodes: int, **more: Any) -> Any:
+def run_here(model: Path, forks: ForkServer, nodes: int, **more: Any) -> Any:
     """The report of some nodes on this machine."""
-    arguments: dict[str, Any] = {"policy": "ep_router_aided", "max_new_tokens": NEW_TOKENS, "start": server}
+    arguments: dict[str, Any] = {"policy": "ep_router_aided", "max_new_tokens": NEW_TOKENS, "start": forks}
     return run_local(model, PROMPTS, nodes=nodes, **arguments | more)
 
 
-def run_seated(file: Path, server: ForkServer, model: Path, **more: Any) -> Any:
+def run_seated(file: Path, forks: ForkServer, model: Path, **more: Any) -> Any:
     """The report of the nodes of a cluster file."""
     arguments: dict[str, Any] = {"policy": "ep_router_aided", "max_new_tokens": NEW_TOKENS}
     key = file.parent / "launcher" / SECRET_NAME
     return run_cluster(
-        model, PROMPTS, cluster_file=file, key=key, **{"start": server(file.parent)} | arguments | more
+        model, PROMPTS, cluster_file=file, key=key, **{"start": forks(file.parent)} | arguments | more
     )
 
 
 def first_node(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+    seated: tuple[Path, Cluster], forks: ForkServer, models: Path
 ) -> tuple[Control, ForkedProcess, Any]:
     """A launcher's control channel, a node that wants to join, and what it says."""
     file, described = seated
@@ -93,7 +93,7 @@ def first_node(
         "127.0.0.1", described.launcher.port, LAUNCHER, {each.key: each.name for each in described.hosts}
     )
     arguments = ["node", str(models / "mixtral"), "--cluster", str(file), "--rank", "0"]
-    node = server.start(0, arguments, file.parent / "err")
+    node = forks.start(0, arguments, file.parent / "err")
     while not (heard := list(control.hear(5))):
         pass
     return control, node, heard[0]

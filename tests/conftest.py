@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -18,6 +18,7 @@ from hypothesis import settings
 from commands import Said
 
 if TYPE_CHECKING:
+    from fronts import Server
     from moesched.models.checkpoint import Checkpoint
     from runs import Run
 
@@ -70,12 +71,12 @@ def pytest_sessionstart() -> None:
     All processes that tests fork have the same modules loaded, whichever test forks the first one.
     """
     from benchmarks.shared.forked_nodes import PRELOADED
-    from benchmarks.shared.fresh_process import preload
+    from benchmarks.shared.fresh_process import FOR_IMITATED, preload
     from compiled_parts import stale
 
     if why := stale():
         pytest.exit(why, returncode=pytest.ExitCode.USAGE_ERROR)
-    preload(*PRELOADED)
+    preload(*PRELOADED, *FOR_IMITATED)
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -163,6 +164,21 @@ def command(capfd: pytest.CaptureFixture[str]) -> Any:
         return Said(code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The event loop of asynchronous tests: that of the server."""
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    """A server's front before a fake engine."""
+    from fronts import front
+
+    async with front() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -7,17 +7,8 @@ from typing import Literal
 
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.validation import CheckedEngine
-from moesched.tasks import (
-    RUNNING,
-    STATE_NAMES,
-    Block,
-    Collective,
-    Discipline,
-    Kernel,
-    Lane,
-    Task,
-    Work,
-)
+from moesched.tasks import RUNNING, STATE_NAMES, Block, Collective, Discipline, Kernel, Lane, Task
+from moesched.work import Work
 
 WORK = Work("test", "gpu")
 

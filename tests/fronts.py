@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from moesched.server.gate import Gate
 from moesched.server.link import EngineLink
 from moesched.server.model import Model
 from moesched.server.templates import PlainTemplate, Renders
-from moesched.system.own_loop import run_on_own_loop
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "tiny-mixtral"
 CHAT = "/v1/chat/completions"
@@ -49,33 +49,29 @@ def tokenizer_of(model: Path) -> Tokenizer:
     return tokenizer
 
 
-def answered(
-    use: Callable[[Server], Coroutine[Any, Any, None]],
+@asynccontextmanager
+async def front(
     *,
     says: str = SAYS,
     most: int = 8,
     key: str | None = None,
     template: Renders | None = None,
     codec: Codec | None = None,
-) -> None:
-    """Make a server whose engine says a text, and use it; by default with the tokenizer of tiny-mixtral."""
+) -> AsyncIterator[Server]:
+    """A server whose engine says a text; by default with the tokenizer of tiny-mixtral."""
     codec = codec or tiny_tokenizer()
-
-    async def whole() -> None:
-        link = EngineLink(lambda data: engine.feed(data))
-        engine = FakeEngine(link.feed, codec.encode(says, bare=True))
-        engine.begin()
-        ready = await link.ready
-        model = Model(ready, codec, template or PlainTemplate(), chat_tokens=64, loaded=1)
-        front = Front(model, link, Gate(most, 0), key)
-        transport = httpx2.ASGITransport(app=front.app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            client = AsyncOpenAI(
-                api_key=key or "none", base_url="http://localhost/v1", http_client=http, max_retries=0
-            )
-            await use(Server(front, engine, link, http, client))
-
-    run_on_own_loop(whole)
+    link = EngineLink(lambda data: engine.feed(data))
+    engine = FakeEngine(link.feed, codec.encode(says, bare=True))
+    engine.begin()
+    ready = await link.ready
+    model = Model(ready, codec, template or PlainTemplate(), chat_tokens=64, loaded=1)
+    server = Front(model, link, Gate(most, 0), key)
+    transport = httpx2.ASGITransport(app=server.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        client = AsyncOpenAI(
+            api_key=key or "none", base_url="http://localhost/v1", http_client=http, max_retries=0
+        )
+        yield Server(server, engine, link, http, client)
 
 
 async def chat(server: Server, **more: Any) -> Any:

@@ -162,19 +162,6 @@ def test_a_width_that_memory_does_not_reach_is_told_with_one_that_fits(tmp_path:
     assert re.search(r"--beams 200 compares 400 continuations, .* use --beams 128", refusal(200))
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"beams": 0}, "beams is 0"),
-        ({"beams": 4, "temperature": 0.5}, "beam search is deterministic"),
-        ({"beams": 4, "length_penalty": float("nan")}, "length-penalty is nan"),
-    ],
-)
-def test_settings_without_sense_are_refused(changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(BadInput, match=complaint):
-        Sampling(**changes)
-
-
 # ---------------------------------------------------------------- commands
 
 

@@ -12,7 +12,7 @@ from moesched.engine import Engine
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
 from moesched.steps.pool_counts import Counted
-from moesched.tasks import Block, Kernel, Lane, PageTransfer, Work
+from moesched.tasks import Block, Kernel, Lane, PageTransfer
 from moesched.trace import (
     About,
     LastSteps,
@@ -22,6 +22,7 @@ from moesched.trace import (
     write_trace,
 )
 from moesched.trace.recorded_tasks import RankRecord
+from moesched.work import Work
 from runs import FORTY_PERCENT, make_plan, virtual_run
 from traces import (
     edges_by_id,

@@ -31,7 +31,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
-from moesched.tasks import Work
+from moesched.work import Work
 from small_models import small_model
 
 FEWER = {"groups": ((16,), (16,) * 8, (512,) * 8), "steps": 5}

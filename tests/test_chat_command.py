@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from moesched.cli.main import main
-from moesched.errors import BadInput
-from moesched.server.client import Client
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -90,28 +88,26 @@ def test_the_key_of_the_environment_is_sent(url: str, monkeypatch: pytest.Monkey
     assert Answering.keys == ["Bearer secret"]
 
 
-def test_what_the_server_does_not_take_is_told_in_its_words(
-    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said("fail\n", "--url", url, monkeypatch=monkeypatch) == 2
-    assert "too long: shorten it" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("way", "says"), [("break", "the engine has ended"), ("close", "broke off: the connection ended")]
+    ("way", "code", "says"),
+    [
+        ("fail", 2, "too long: shorten it"),
+        ("break", 1, "the engine has ended"),
+        ("close", 1, "broke off: the connection ended"),
+        ("nonsense", 1, "another form than OpenAI's API"),
+    ],
+    ids=["refused", "ended", "cut off", "of another form"],
 )
-def test_an_answer_that_breaks_off_fails(
-    way: str, says: str, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_answer_that_does_not_come_fails_with_the_reason(
+    way: str,
+    code: int,
+    says: str,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert said(f"{way}\n", "--url", url, monkeypatch=monkeypatch) == 1
+    assert said(f"{way}\n", "--url", url, monkeypatch=monkeypatch) == code
     assert says in capsys.readouterr().err
-
-
-def test_an_answer_of_another_form_fails(
-    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said("nonsense\n", "--url", url, monkeypatch=monkeypatch) == 1
-    assert "another form than OpenAI's API" in capsys.readouterr().err
 
 
 def test_a_key_of_the_environment_that_is_none_is_refused(
@@ -156,14 +152,3 @@ def test_at_a_terminal_what_came_of_an_answer_is_kept_and_a_new_conversation_has
     assert main(["chat", "--url", url]) == 0
     conversations = [[each["content"] for each in asked["messages"]] for asked in Answering.asked]
     assert conversations == [["break"], ["break", "break\x1b!\nbye", "more"], ["hello"]]
-
-
-def test_a_server_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"cannot reach http://127\.0\.0\.1:1: .*moesched serve MODEL"):
-        Client("http://127.0.0.1:1").model()
-
-
-@pytest.mark.parametrize("address", ["localhost", "ftp://a", "http://", "http://a:b", "http://a b"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(BadInput, match="is no address"):
-        Client(address)

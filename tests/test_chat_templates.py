@@ -12,13 +12,12 @@ import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fronts import TINY, Server, answered
+from fronts import TINY, front
 from gguf_headers import byte_pairs, number, string
 from moesched.errors import BadInput
 from moesched.inputs.chat_template import ChatTemplate, find_chat_template
 from moesched.server.template_worker import Renderer, answer, serve
 from moesched.server.templates import ModelTemplate
-from moesched.system.own_loop import run_on_own_loop
 from patience import wait_for_end
 
 CHAT: list[dict[str, Any]] = [
@@ -91,70 +90,61 @@ def test_a_text_that_is_no_template_is_said_to_be_none() -> None:
 # ---------------------------------------------------------------- the process that renders
 
 
-def test_a_template_that_loops_or_says_too_much_is_ended_and_the_next_conversation_is_written() -> None:
+async def test_a_template_that_loops_or_says_too_much_is_ended_and_the_next_conversation_is_written() -> None:
     loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     text = "{% if messages[0].content == 'loop' %}" + loops + "{% endif %}{{ messages[0].content }}"
 
-    async def use() -> None:
-        template = ModelTemplate(ChatTemplate(text), seconds=0.2, most_bytes=1000)
-        await template.start()
-        with pytest.raises(BadInput, match="takes too long"):
-            await template.render([{"role": "user", "content": "loop"}])
-        with pytest.raises(BadInput, match="too much memory"):
-            await template.render([{"role": "user", "content": "a" * 5000}])
-        assert await template.render([{"role": "user", "content": "é\n"}]) == "é\n"
+    template = ModelTemplate(ChatTemplate(text), seconds=0.2, most_bytes=1000)
+    await template.start()
+    with pytest.raises(BadInput, match="takes too long"):
+        await template.render([{"role": "user", "content": "loop"}])
+    with pytest.raises(BadInput, match="too much memory"):
+        await template.render([{"role": "user", "content": "a" * 5000}])
+    assert await template.render([{"role": "user", "content": "é\n"}]) == "é\n"
+    await template.close()
+
+
+async def test_a_process_that_was_killed_while_it_was_idle_is_started_again() -> None:
+    before = {*psutil.Process().children()}
+    template = ModelTemplate(ChatTemplate("{{ messages[0].content }}"))
+    await template.start()
+    [worker] = {*psutil.Process().children()} - before
+    worker.kill()
+    wait_for_end(worker.pid)
+    for _ in range(200):  # until the event loop has seen it
+        await asyncio.sleep(0)
+    try:
+        assert await template.render([{"role": "user", "content": "b"}]) == "b"
+    finally:
         await template.close()
 
-    run_on_own_loop(use)
+
+async def test_a_conversation_that_is_left_while_the_process_starts_leaves_no_reply_for_the_next_one() -> (
+    None
+):
+    template = ModelTemplate(ChatTemplate("{{ messages[0].content }}"))
+    left = asyncio.ensure_future(template.render([{"role": "user", "content": "a"}]))
+    for _ in range(200):  # until the process is started, long before it replies
+        await asyncio.sleep(0)
+    left.cancel()
+    try:
+        assert await template.render([{"role": "user", "content": "b"}]) == "b"
+    finally:
+        await template.close()
 
 
-def test_a_process_that_was_killed_while_it_was_idle_is_started_again() -> None:
-    async def use() -> None:
-        before = {*psutil.Process().children()}
-        template = ModelTemplate(ChatTemplate("{{ messages[0].content }}"))
-        await template.start()
-        [worker] = {*psutil.Process().children()} - before
-        worker.kill()
-        wait_for_end(worker.pid)
-        for _ in range(200):  # until the event loop has seen it
-            await asyncio.sleep(0)
-        try:
-            assert await template.render([{"role": "user", "content": "b"}]) == "b"
-        finally:
-            await template.close()
-
-    run_on_own_loop(use)
-
-
-def test_a_conversation_that_is_left_while_the_process_starts_leaves_no_reply_for_the_next_one() -> None:
-    async def use() -> None:
-        template = ModelTemplate(ChatTemplate("{{ messages[0].content }}"))
-        left = asyncio.ensure_future(template.render([{"role": "user", "content": "a"}]))
-        for _ in range(200):  # until the process is started, long before it replies
-            await asyncio.sleep(0)
-        left.cancel()
-        try:
-            assert await template.render([{"role": "user", "content": "b"}]) == "b"
-        finally:
-            await template.close()
-
-    run_on_own_loop(use)
-
-
-def test_a_chat_that_the_template_does_not_take_is_a_bad_request() -> None:
+async def test_a_chat_that_the_template_does_not_take_is_a_bad_request() -> None:
     class Refusing:
         bare = True
 
         async def render(self, messages: object) -> str:
             raise BadInput("the chat template does not take these messages: roles must alternate")
 
-    async def use(server: Server) -> None:
+    async with front(template=Refusing()) as server:
         body = {"model": "fake", "messages": [{"role": "user", "content": "a"}]}
         response = await server.http.post("/v1/chat/completions", json=body)
         assert response.status_code == 400
         assert "roles must alternate" in response.json()["error"]["message"]
-
-    answered(use, template=Refusing())
 
 
 # ---------------------------------------------------------------- files

@@ -159,8 +159,3 @@ def test_copies_that_nobody_needs_stay_wired(command: Any) -> None:
     """With eleven experts on each of four nodes, every node runs one a layer: none has to wait for another."""
     machine = ("--machine", "m2-ultra-macos14")
     assert tokens_per_second(command, "ep_balanced", 4, *machine, gen=12) > 7
-
-
-def test_a_node_uses_one_accelerator(command: Any) -> None:
-    wanted = "simulate --model mixtral-8x7b --machine t4x2 --workload uniform --nodes 2 --network 10gbe"
-    refused(command(*wanted.split(), "--policy", "ep_naive"), "use --tensor-parallel 1")

@@ -41,6 +41,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"address": "-oProxyCommand=true"},
         r"^mine.toml: hosts\[1\].address: '-oProxyCommand=true' begins with a dash",
     ),
+    (
+        {"command": "moe\0sched"},
+        r"^mine.toml: hosts\[1\].command: 'moe\\x00sched' has a zero byte, which no host",
+    ),
     ({"ssh": "-oProxyCommand=true"}, r"^mine.toml: hosts\[1\].ssh: '-oProxyCommand=true' begins with a dash"),
 ]
 

@@ -40,18 +40,18 @@ def alone(model: Path, new_tokens: int) -> Any:
 
 @pytest.mark.parametrize("number", range(10))
 def test_whoever_is_killed_whenever_the_run_ends_in_time_with_the_same_tokens_or_an_error(
-    server: ForkServer, models: Path, expected: dict[str, list[list[int]]], number: int
+    forks: ForkServer, models: Path, expected: dict[str, list[list[int]]], number: int
 ) -> None:
     draw = random.Random(number)
     nodes = draw.choice([2, 3, 4])
     rank = draw.randrange(nodes)
     killer = Killer(
-        draw.randint(1, len(PROMPTS) * (NEW_TOKENS - 1)), lambda: server.nodes[rank].process.kill()
+        draw.randint(1, len(PROMPTS) * (NEW_TOKENS - 1)), lambda: forks.nodes[rank].process.kill()
     )
     replicated = nodes == 4 or (nodes == 3 and rank != 1)
     try:
         policy = draw.choice(["ep_router_aided", "ep_naive"])
-        report = run_here(models / "mixtral", server, nodes, policy=policy, listener=killer)
+        report = run_here(models / "mixtral", forks, nodes, policy=policy, listener=killer)
     except NodeLost as error:
         assert not replicated
         assert error.rank == rank
@@ -65,7 +65,7 @@ def test_whoever_is_killed_whenever_the_run_ends_in_time_with_the_same_tokens_or
         assert report.request_times is None, "some requests ran in both epochs"
         assert report.members[rank].lost is not None
     assert time.monotonic() - killer.since < TIMEOUT_SECONDS
-    assert all(node.process.exitcode is not None for node in server.nodes.values())
+    assert all(node.process.exitcode is not None for node in forks.nodes.values())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_whoever_is_killed_whenever_the_run_ends_in_time_with_the_same_tokens_or
     ids=["the last of two goes on alone", "two lost at once"],
 )
 def test_nodes_go_on_without_lost_ones_whose_experts_they_hold(
-    server: ForkServer,
+    forks: ForkServer,
     models: Path,
     expected: dict[str, list[list[int]]],
     model: str,
@@ -84,50 +84,50 @@ def test_nodes_go_on_without_lost_ones_whose_experts_they_hold(
 ) -> None:
     def act() -> None:
         for rank in lost:
-            server.nodes[rank].process.kill()
+            forks.nodes[rank].process.kill()
 
     killer = Killer(5, act)
-    report = run_here(models / model, server, nodes, policy=policy, listener=killer)
+    report = run_here(models / model, forks, nodes, policy=policy, listener=killer)
     assert report.tokens == expected[model]
     assert [rank for rank, member in enumerate(report.members) if member.lost is not None] == lost
     assert time.monotonic() - killer.since < TIMEOUT_SECONDS
 
 
 def test_a_node_that_comes_back_takes_part_again(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+    seated: tuple[Path, Cluster], forks: ForkServer, models: Path
 ) -> None:
     file, _ = seated
     arguments = ["node", str(models / "mixtral"), "--cluster", str(file), "--rank", "0"]
 
     def act() -> None:
-        server.nodes[0].process.kill()
-        server.start(0, arguments, file.parent / "back.err")
+        forks.nodes[0].process.kill()
+        forks.start(0, arguments, file.parent / "back.err")
 
     more = {"policy": "policies_for_tests:UnhurriedAlone", "max_new_tokens": 150}
     expected = alone(models / "mixtral", 150)
-    report = run_seated(file, server, models / "mixtral", listener=Killer(30, act), **more)
+    report = run_seated(file, forks, models / "mixtral", listener=Killer(30, act), **more)
     assert report.tokens == expected
     assert report.epochs == 3
     assert [member.lost for member in report.members] == [None, None]
-    assert server.nodes[0].wait(PATIENCE_SECONDS) == 0
+    assert forks.nodes[0].wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_node_that_stands_still_is_lost_after_the_time_that_the_file_says(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+    seated: tuple[Path, Cluster], forks: ForkServer, models: Path
 ) -> None:
-    killer = Killer(4, lambda: os.kill(server.nodes[1].process.pid or 0, signal.SIGSTOP))
+    killer = Killer(4, lambda: os.kill(forks.nodes[1].process.pid or 0, signal.SIGSTOP))
     file, described = seated
     file.write_text(cluster_toml(msgspec.structs.replace(described, lost_after=3.0)))
     with pytest.raises(NodeLost, match="silent for 3 s"):
-        run_seated(file, server, models / "mixtral", listener=killer)
+        run_seated(file, forks, models / "mixtral", listener=killer)
     assert time.monotonic() - killer.since < TIMEOUT_SECONDS
-    assert server.nodes[1].process.exitcode is not None
+    assert forks.nodes[1].process.exitcode is not None
 
 
 def test_a_node_ends_when_its_launcher_is_gone(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+    seated: tuple[Path, Cluster], forks: ForkServer, models: Path
 ) -> None:
-    control, node, joined = first_node(seated, server, models)
+    control, node, joined = first_node(seated, forks, models)
     assert isinstance(joined.message, JoinRequest)
     control.say(joined.peer, Welcome(run=NodeRun(policy="ep_naive"), lost_after=0.5, transport="zeromq"))
     control.close()
@@ -136,16 +136,16 @@ def test_a_node_ends_when_its_launcher_is_gone(
 
 
 def test_nodes_whose_disks_are_full_compute(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
+    seated: tuple[Path, Cluster], forks: ForkServer, models: Path, expected: dict[str, list[list[int]]]
 ) -> None:
     file, _ = seated
 
     def start(node: Host, arguments: Sequence[str]) -> Process:
-        return server.start(node.rank, arguments, file.parent / "err", fill_disk)
+        return forks.start(node.rank, arguments, file.parent / "err", fill_disk)
 
-    report = run_seated(file, server, models / "mixtral", start=start)
+    report = run_seated(file, forks, models / "mixtral", start=start)
     assert report.tokens == expected["mixtral"]
-    assert [server.nodes[rank].poll() for rank in range(2)] == [0, 0]
+    assert [forks.nodes[rank].poll() for rank in range(2)] == [0, 0]
 
 
 class AtTokens(Listener):
@@ -162,21 +162,21 @@ class AtTokens(Listener):
 
 
 def test_a_node_that_goes_on_after_it_was_lost_changes_no_token_and_ends(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+    seated: tuple[Path, Cluster], forks: ForkServer, models: Path
 ) -> None:
     file, described = seated
     file.write_text(cluster_toml(msgspec.structs.replace(described, lost_after=10.0)))
 
     def start(node: Host, arguments: Sequence[str]) -> Process:
-        server(file.parent)(node, arguments)
+        forks(file.parent)(node, arguments)
         return ByOthers()  # which the launcher cannot kill
 
     def signals(number: int) -> None:
-        os.kill(server.nodes[0].process.pid or 0, number)
+        os.kill(forks.nodes[0].process.pid or 0, number)
 
     report = run_seated(
         file,
-        server,
+        forks,
         models / "mixtral",
         start=start,
         policy="policies_for_tests:UnhurriedAlone",
@@ -185,5 +185,5 @@ def test_a_node_that_goes_on_after_it_was_lost_changes_no_token_and_ends(
     )
     assert report.tokens == alone(models / "mixtral", 30)
     assert report.members[0].lost == "silent for 10 s"
-    assert server.nodes[0].wait(PATIENCE_SECONDS) == 1
-    assert "node 0 (mac-0) was silent for 10 s, and the others went on" in server.nodes[0].last_words()
+    assert forks.nodes[0].wait(PATIENCE_SECONDS) == 1
+    assert "node 0 (mac-0) was silent for 10 s, and the others went on" in forks.nodes[0].last_words()

@@ -28,6 +28,7 @@ from moesched.cluster.handshake import Expected, refusal
 from moesched.cluster.messages import (
     MOST_BYTES,
     PROTOCOL,
+    Failed,
     JoinRequest,
     Ping,
     Pong,
@@ -38,6 +39,7 @@ from moesched.cluster.messages import (
     read_launcher,
     read_node,
 )
+from moesched.cluster.node_reports import NodeReports
 from moesched.cluster.slowness import STEPS_IN_A_ROW, SlowNodes
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput
@@ -340,6 +342,13 @@ def recording(origin: int, *spans: tuple[int, int]) -> Recording:
         in_order=frozenset([lane]),
         origin=origin,
     )
+
+
+def test_a_failure_that_names_a_path_of_other_bytes_can_be_sent() -> None:
+    said: list[Any] = []
+    NodeReports(said.append).failed("input", BadInput("cannot read /\udcff"))
+    told = read_node(pack(said[0]))
+    assert isinstance(told, Failed) and told.message == r"cannot read /\udcff"
 
 
 def test_recordings_of_several_nodes_stand_on_one_clock() -> None:

@@ -13,7 +13,7 @@ from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
 from moesched.models.stored_formats import CODED, STORED_FORMATS, nearest_by_bits
 from moesched.models.tensor_sizes import COLUMNS
-from moesched.tasks import Work, WorkPart
+from moesched.work import Work, WorkPart
 
 MODEL = SHAPES["mixtral-0.8b"]
 WEIGHTS = 25_600

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,15 @@ def test_compare_says_why_and_shows_a_run_beside_its_replay(command: Any, tmp_pa
     assert check_trace(both) == []
     told = command("compare", trace, "--replayed", "--json").json["difference"]
     assert told["run_seconds"][0] == pytest.approx(told["run_seconds"][1])
+
+
+def test_the_name_of_a_compared_file_may_have_bytes_that_are_no_text(command: Any, tmp_path: Path) -> None:
+    run = virtual_run("cgopipe", budgets=FORTY_PERCENT)
+    file, both = tmp_path / os.fsdecode(b"\xff.json"), tmp_path / "both.json"
+    write_trace(file, run.recording, run.about)
+    said = command("compare", file, "--replayed", "--trace", both, "--json").json
+    assert said["runs"][0]["title"] == r"\udcff.json"
+    assert check_trace(both) == []
 
 
 def test_compare_wants_two_files_of_ours(command: Any, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from moesched.tasks import (
     Lane,
     PageTransfer,
     Task,
-    Work,
 )
+from moesched.work import Work
 
 COMPILED = Engine.submit is not PlainEngine.submit
 WORK = Work("test", "gpu")
@@ -145,6 +145,7 @@ class Play:
             [seen_of(task) for task in self.tasks],
             [
                 (ids(lane.queue), [(key, t.id) for key, t in lane.heap], one(lane.running))
+                + (lane.in_flight, ids(lane.unstarted))
                 for lane in self.lanes
             ],
             [(one(block.writer), ids(block.readers)) for block in self.blocks],
@@ -156,6 +157,7 @@ def seen_of(task: Task) -> object:
         [task.id, task.key, task.state, task.waits, task.deps, task.inputs, task.value, str(task.cause)],
         None if task.followers is None else ids(task.followers),
         task.operands is None,
+        task.device_edges and (ids(task.device_edges.before), ids(task.device_edges.followers)),
     )
 
 

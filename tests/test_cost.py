@@ -20,7 +20,7 @@ from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_sizes import ResidentShare
 from moesched.seams import Demand
-from moesched.tasks import Work, WorkPart
+from moesched.work import Work, WorkPart
 
 GB = 1e9
 TABLE = [

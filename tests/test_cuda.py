@@ -23,7 +23,8 @@ from moesched.devices.torch.registered_files import RegisteredFiles, spans_of
 from moesched.devices.torch.staging_ring import StagingRing
 from moesched.models.random_model import write_random_model
 from moesched.seams import ignore_progress
-from moesched.tasks import Kernel, Lane, Task, Work
+from moesched.tasks import Kernel, Lane, Task
+from moesched.work import Work
 from odd_models import DBRX, MIXTRAL, PROMPTS, WIDE, layout_of, stored
 from odd_runs import two_batches
 from policies_for_two_memories import POLICIES, STREAM_MOST

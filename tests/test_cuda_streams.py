@@ -16,7 +16,8 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.at_once import library_of
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.stream_clock import PERIOD, StreamClock
-from moesched.tasks import Kernel, Lane, Task, Work
+from moesched.tasks import Kernel, Lane, Task
+from moesched.work import Work
 
 LANES = [Lane("a"), Lane("b")]
 NETWORK = Lane("network")
@@ -59,6 +60,16 @@ def test_a_task_waits_for_one_on_another_stream(gpu: LaggingGpu) -> None:
         before = [task]
     last.wait()
     assert ran == sorted(ran) and len(ran) == 100
+
+
+def test_a_thread_that_issues_to_two_lanes_runs_each_task_on_the_stream_of_its_lane(gpu: LaggingGpu) -> None:
+    found = set()
+    streams = CudaStreams(
+        GPU_DEVICE, ("a", "b"), lambda task: found.add((task.lane.name, id(gpu.streams.current)))
+    )
+    for task in islice(tasks(), 10):
+        streams.issue(task, [])
+    assert len(found) == len({stream for _, stream in found}) == 2
 
 
 def test_a_task_whose_times_were_read_counts_as_ended_and_leaves_nothing_but_its_events_for_the_next(

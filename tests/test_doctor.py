@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -266,6 +267,7 @@ def test_the_cache_folder_is_made_and_nothing_stays_in_it(tmp_path: Path) -> Non
     assert [*(tmp_path / "new").iterdir()] == []
     (tmp_path / "file").write_text("")
     assert cache_facts(tmp_path / "file" / "below", direct).problem == "Not a directory"
+    assert cache_facts(tmp_path / os.fsdecode(b"\xff"), direct).path == rf"{tmp_path}/\udcff"
 
 
 def test_a_model_whose_files_are_missing_is_told(tmp_path: Path) -> None:
@@ -291,6 +293,10 @@ def test_a_port_is_taken_while_something_listens_and_free_afterwards() -> None:
         number = server.getsockname()[1]
         assert port_state("127.0.0.1", number) == "taken"
     assert port_state("127.0.0.1", number) == "free"
+
+
+def test_a_port_of_a_name_that_cannot_be_is_silent() -> None:
+    assert port_state("mac..lan", 7001) == "silent"
 
 
 def test_a_run_that_says_nothing_is_ended() -> None:

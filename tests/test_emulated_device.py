@@ -34,9 +34,10 @@ from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.seams import Dilations, ignore_progress
 from moesched.steps.plan import Plan
-from moesched.tasks import Work
 from moesched.testing import check_device
 from moesched.trace import Recorder, Slice
+from moesched.transports.inproc import InprocTransport
+from moesched.work import Work
 from small_models import SMALL, small_model
 
 NAME = "moesched.devices.emulated.device:EmulatedDevice"
@@ -317,6 +318,12 @@ def test_the_pace_is_that_of_decode_from_the_last_prompt_on() -> None:
 def test_time_cannot_run_faster_than_ours_nor_stand(checkpoint: Checkpoint, dilation: float) -> None:
     with pytest.raises(BadInput, match=rf"dilation is {dilation:g}: give 1 or more"):
         emulated(checkpoint, dilation=dilation)
+
+
+def test_several_machines_cannot_be_imitated(checkpoint: Checkpoint) -> None:
+    device = emulated(checkpoint)
+    with pytest.raises(BadInput, match="one machine, not several nodes"):
+        device.join(0, InprocTransport(2), device)
 
 
 def test_memories_that_this_machine_cannot_hold_and_one_memory_for_all_are_refused(

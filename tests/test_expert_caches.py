@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from moesched.dispatch import CachedExperts, LeastRecentStep
-from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.planner.traits import resident_bytes
 from moesched.plugins import make_policy
@@ -104,31 +103,6 @@ def test_by_default_as_many_experts_of_each_layer_are_cached_as_fit() -> None:
     one_more_of_each_layer = len(plan.layers) * sum(page.nbytes for page in plan.layout.expert(0, 0))
     assert 0 < len(policy.cached[0]) < 4
     assert plan.free("accelerator") < one_more_of_each_layer
-
-
-@pytest.mark.parametrize(
-    ("policy", "settings", "says"),
-    [
-        (
-            "lru_offload",
-            {"offload_per_layer": 7},
-            "offload_per_layer is 7, but a layer of cache has 6 experts: give 0 to 6",
-        ),
-        ("lru_offload", {"buffers": 0}, "buffers is 0: give 1 or more"),
-        ("prefetch_gate", {"buffers": 1}, "buffers is 1: give 2 or more"),
-        ("expert_cache", {"buffers": 0}, "buffers is 0: give 1 or more"),
-        (
-            "expert_cache",
-            {"experts": 100},
-            "experts is 100, and cache has 6 experts: give at most 6, or -1 for as many as fit",
-        ),
-        ("expert_cache", {"experts": 6}, "ExpertCache does not fit .* bytes too few"),
-        ("lru_offload", {"offload_per_layer": 0}, "LruOffload does not fit: .* bytes too few"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(policy: str, settings: dict[str, int], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        simulated(policy, [[[0]]], settings, weights=0.8)
 
 
 def test_what_is_in_a_cache_counts_as_weights_on_the_gpu() -> None:

@@ -210,27 +210,6 @@ def test_a_generator_is_found_by_its_name_with_its_settings() -> None:
     assert statistics_of(find_profile("uniform", MIXTRAL)).deviation == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "told"),
-    [
-        (
-            "zipfian",
-            {},
-            "no routing 'zipfian': did you mean zipf[?] Otherwise name a file, or one of uniform, popularity, zipf",
-        ),
-        ("uniform", {"exponent": 2}, "routing uniform has no setting 'exponent': it takes locality"),
-        ("zipf", {"exponent": "x"}, "routing zipf: exponent is 'x': give a number"),
-        ("zipf", {"exponent": -1}, "routing zipf: exponent is -1: give a number from 0 to 100"),
-        ("zipf", {"locality": 1.0}, "routing: locality is 1: give 0 or more, and less than 1"),
-        ("none.csv", {}, "cannot read routing none.csv: No such file.*; check its path"),
-        (None, {"locality": 0.5}, "--routing-set locality is given without a routing"),
-    ],
-)
-def test_what_cannot_be_is_told(name: Any, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(BadInput, match=told):
-        find_choices(name, MIXTRAL, settings)
-
-
 # -- routing without a router ------------------------------------------------------------------------------------------
 
 

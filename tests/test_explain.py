@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +15,10 @@ from moesched.analysis.explanation import Explanation, explain
 from moesched.analysis.explanation_tables import bottleneck_in_words, tables_of
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.models.layout import Page
-from moesched.tasks import Block, Lane, PageTransfer, Task, Work
-from moesched.trace import About, Recorder, Recording, read_trace, write_trace
+from moesched.tasks import Block, Task
+from moesched.trace import About, read_trace, write_trace
 from runs import FORTY_PERCENT, realtime_run, virtual_run
-from traces import ranks_that_meet, run_graph, run_ranks, task
+from traces import by_hand, fetch, ranks_that_meet, run_graph, task
 
 T = TypeVar("T", bound=Task)
 
@@ -28,26 +26,9 @@ ABOUT = About(driver="virtual", policy="by hand")
 
 
 def explained(graph: str) -> Explanation:
-    """The explanation of a graph such as `link: fetch 30 writes w; gpu: kernel 20 reads w` on lanes in program order.
-
-    A fetch moves a page of weights.
-    """
-    sentences = [each.split() for each in graph.split(";")]
-
-    def submit(engine: Engine) -> None:
-        lanes = {lane.name: lane for lane in engine.lanes}
-        blocks: dict[str, Block] = {}
-        for lane, verb, nanoseconds, *more in sentences:
-            given = dict(zip(more[::2], more[1::2], strict=True))
-            reads, writes = (
-                [blocks.setdefault(name, Block(name)) for name in given.get(how, "")]
-                for how in ("reads", "writes")
-            )
-            make = fetch if verb == "fetch" else task
-            engine.submit(make(lanes[lane[:-1]], verb, int(nanoseconds)), reads, writes)
-
-    names = [*dict.fromkeys(words[0][:-1] for words in sentences)]
-    return explain(run_graph(submit, names, "in_order"), ABOUT)
+    """The explanation of a graph by hand on lanes in program order."""
+    names = [*dict.fromkeys(each.split()[0][:-1] for each in graph.split(";"))]
+    return explain(run_graph(by_hand(graph), names, "in_order"), ABOUT)
 
 
 def causes(explanation: Explanation, lane: str) -> list[tuple[str, str, int]]:
@@ -100,7 +81,7 @@ def test_what_a_policy_submits_once_it_knows_the_router_waits_for_the_router() -
         engine.submit(task(link, "fetch", 40), (), (page,))
         engine.submit(task(gpu, "expert", 10), (page,))
 
-    told = explain(recorded(policy, ["gpu", "link"]), ABOUT)
+    told = explain(run_graph(policy, ["gpu", "link"], "in_order"), ABOUT)
     assert causes(told, "link") == [
         ("router", "route", 25),
         ("router", "attention", 15),
@@ -174,7 +155,7 @@ def test_causes_add_up_to_the_idle_time_of_each_lane_in_any_graph(
             if waits:
                 await submitted
 
-    assert_adds_up(explain(recorded(policy, ["one", "two", "three"]), ABOUT))
+    assert_adds_up(explain(run_graph(policy, ["one", "two", "three"], "in_order"), ABOUT))
 
 
 def assert_adds_up(told: Explanation) -> None:
@@ -216,7 +197,7 @@ def test_a_policy_that_computes_between_tasks_is_the_bottleneck_and_its_line_is_
         for _ in range(3):
             await engine.submit(task(gpu, "kernel", 10))
 
-    recording = recorded(policy, ["gpu"])
+    recording = run_graph(policy, ["gpu"], "in_order")
     late = 0
     for each in recording.slices:
         late += 90
@@ -237,7 +218,7 @@ def test_time_of_the_driver_is_not_blamed_on_a_lane_that_is_called_host() -> Non
         for lane, nanoseconds in ((gpu, 50), (host, 40)):
             await engine.submit(task(lane, "kernel", nanoseconds))
 
-    recording = recorded(policy, ["gpu", "host"])
+    recording = run_graph(policy, ["gpu", "host"], "in_order")
     last = recording.slices[-1]
     last.start, last.end, last.dispatch = last.start + 30, last.end + 30, 30
     told = explain(recording, ABOUT).bottleneck
@@ -270,7 +251,7 @@ def test_a_pool_is_blamed_for_experts_that_one_of_twice_the_slots_would_keep(slo
             engine.submit(of_expert(turn % 3, fetch(link, "fetch", 50)), (), (page,))
             engine.submit(of_expert(turn % 3, task(gpu, "run_expert", 5)), (page,))
 
-    recording = recorded(policy, ["link", "gpu"])
+    recording = run_graph(policy, ["link", "gpu"], "in_order")
     for each in recording.slices:
         each.task = msgspec.structs.replace(each.task, pool_slots=slots if each.task.pages else 0)
     told = explain(recording, ABOUT).bottleneck
@@ -289,7 +270,7 @@ def test_a_router_that_fetches_wait_for_is_the_bottleneck() -> None:
             engine.submit(task(link, "fetch", 50), (), (page,))
             engine.submit(task(gpu, "expert", 5), (hidden, page), (hidden,))
 
-    told = explain(recorded(policy, ["gpu", "link"]), ABOUT).bottleneck
+    told = explain(run_graph(policy, ["gpu", "link"], "in_order"), ABOUT).bottleneck
     assert told is not None
     assert (told.cause, told.kind) == ("router", "route")
 
@@ -346,22 +327,7 @@ def test_a_file_that_is_no_trace_of_this_version_is_refused(
     refused(command("explain", file), told)
 
 
-def recorded(policy: Callable[[Engine], Any], lanes: list[str]) -> Recording:
-    """The recording of a policy by hand, on lanes that run tasks in order."""
-    engine = Engine([Lane(name, "in_order") for name in lanes])
-    recorder = Recorder()
-    recorder.watch(engine)
-    run_ranks([engine], recorder, policy(engine))
-    return recorder.recording()
-
-
 def of_expert(expert: int, made: T) -> T:
     """A task of an expert of the first layer."""
     made.layer, made.expert = 0, expert
     return made
-
-
-def fetch(link: Lane, verb: str, nanoseconds: int) -> PageTransfer:
-    """A transfer of a page of weights."""
-    work = Work("transfer", link.name, nanoseconds=nanoseconds)
-    return PageTransfer(link, work, verb, pages=(Page(0, 0, -1, 0, (), 64),))

@@ -91,7 +91,7 @@ def test_a_mistake_is_told_at_its_line(
     assert len(others) < MOST_LINES
 
 
-@pytest.mark.parametrize("name", ["Leaves", "Sleeps", "SwapsArguments", "OmitsSample"])
+@pytest.mark.parametrize("name", ["Leaves", "Sleeps", "SetsATimeout", "SwapsArguments", "OmitsSample"])
 def test_a_run_tells_a_mistake_at_its_line_too(
     command: Any, no_text: Path, simulated: list[Any], name: str
 ) -> None:

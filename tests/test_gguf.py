@@ -13,11 +13,11 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
 from msgspec.structs import replace
 
+from against_hugging_face import assert_near, generated
 from benchmarks.exact.page_bytes import bytes_of_pages
 from benchmarks.record.results import ROOT
 from benchmarks.shared.gguf_files import TypeOf, add_vocabulary, q4_k_m, quantized, write_gguf
-from benchmarks.shared.random_models import hugging_face_logits
-from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
+from benchmarks.shared.small_runs import same_bits
 from gguf_models import gguf_model, unpacked_model
 from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.torch.device import TorchDevice
@@ -26,13 +26,11 @@ from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer, open_model
 from moesched.jobs.run_model import run_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.layout import weight_layout
 from moesched.models.networks import Activation, Router
 from moesched.models.random_model import write_random_model
 from moesched.models.rotary import Linear, Llama3, Rotary, Yarn
 from moesched.models.shapes import SHAPES
-from moesched.plugins import make_policy
-from odd_models import DBRX, GLM, GPT_OSS, GRANITE, MINIMAX, MIXTRAL, OLMOE, PROMPTS
+from odd_models import DBRX, GLM, GPT_OSS, GRANITE, MINIMAX, MIXTRAL, OLMOE
 from stored_checkpoints import assert_complete, content
 
 WHOLE_ROWS = MIXTRAL.varied(
@@ -88,13 +86,7 @@ def test_logits_are_those_of_hugging_face_with_the_unpacked_weights(
 ) -> None:
     config, type_of = model
     file = gguf_model(config, tmp_path, type_of)
-    checkpoint = open_checkpoint(file)
-    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
-    ours = generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
-    theirs = unpacked_model(file, config)
-    for prompt, tokens, logits_SV in zip(PROMPTS, ours.tokens, ours.logits_RSV, strict=True):
-        theirs_SV = hugging_face_logits(theirs, [*prompt, *tokens])[-5:-1]
-        assert (logits_SV - theirs_SV).abs().max() <= 1e-5 * theirs_SV.abs().max()
+    assert_near(unpacked_model(file, config), generated(file), 1e-5)
 
 
 def test_the_prediction_layer_of_a_file_is_left_out(tmp_path: Path) -> None:
@@ -118,28 +110,14 @@ def test_a_file_gives_the_bits_of_a_folder_with_the_same_weights(
     folder = write_random_model(config, tmp_path / "folder")
     file = tmp_path / "model.gguf"
     write_gguf(open_checkpoint(folder), file)
-    logits = []
-    for model in (folder, file):
-        checkpoint = open_checkpoint(model)
-        device = make(checkpoint, weight_layout(checkpoint.config), keep_logits=True)
-        policy = make_policy("layer_streaming")
-        ran = generate(device, policy, ONE_MEMORY, PROMPTS, new_tokens=3, micro_batch_size=2)
-        logits.append(ran.logits_RSV)
-    assert same_bits(*logits)
+    runs = (generated(model, "bfloat16", kind=make, policy="layer_streaming") for model in (folder, file))
+    assert same_bits(*(ran.logits_RSV for ran in runs))
 
 
 def test_pages_are_cut_from_stacked_experts_as_they_lie(tmp_path: Path) -> None:
     file = gguf_model(WHOLE_ROWS, tmp_path, quantized(Type.Q8_0))
-    checkpoint = open_checkpoint(file)
-    logits = []
-    for page_bytes in (None, 3_000):
-        device = TorchDevice(
-            checkpoint, weight_layout(checkpoint.config, "float32", page_bytes), keep_logits=True
-        )
-        policy = make_policy("layer_streaming")
-        ran = generate(device, policy, ONE_MEMORY, PROMPTS, new_tokens=3, micro_batch_size=2)
-        logits.append(ran.logits_RSV)
-    assert same_bits(*logits)
+    runs = (generated(file, page_bytes=each, policy="layer_streaming") for each in (None, 3_000))
+    assert same_bits(*(ran.logits_RSV for ran in runs))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import moesched
+from commands import SIMULATE, refused
 from moesched import plugins
 from moesched.cluster.cluster_jobs import run_local
 from moesched.planner import plan_model
@@ -155,3 +157,13 @@ def locked() -> Any:
 def test_what_is_no_policy_or_routing_is_refused(policy: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(moesched.BadInput, match=says):
         simulated(policy, **options)
+
+
+@pytest.mark.parametrize("given", [("check",), (*SIMULATE, "--policy")])
+def test_a_policy_in_a_folder_whose_name_is_no_text_is_refused(
+    command: Any, tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    command("new-policy", "mine", "--dir", folder)
+    refused(command(*given, f"{folder}/mine.py:Mine"), "is not UTF-8.*: rename its file or folder")

@@ -18,7 +18,7 @@ from moesched.machines.cost import cost_model
 from moesched.machines.estimates import Estimate
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload
-from moesched.tasks import Work, WorkPart
+from moesched.work import Work, WorkPart
 
 H100 = load_machine(str(Path(__file__).parent / "machines" / "h100-pageable.toml"))
 FOUR_LAYERS = SHAPES["mixtral-8x7b"].varied(layers=4)

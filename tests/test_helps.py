@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commands import EXPLAINED, refused
+from commands import EXPLAINED
 from moesched.analysis.explanation import explain
 from moesched.analysis.helps import LEAST_SAVED, MOST_HELPS
 from moesched.analysis.what_if import what_if
@@ -109,9 +109,3 @@ def test_run_and_simulate_show_the_bottleneck_and_what_would_help(
         assert (said.json["bottleneck"], said.json["helps"]) == (None, [])
     sentence = predicted.out.partition("What would help\n")[2].partition(":\n")[0]
     assert sentence in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("option", ["--no-band", "--no-helps"])
-def test_several_processes_have_neither_to_omit(command: Any, no_text: Path, option: str) -> None:
-    said = command("run", no_text, "--policy", "ep_naive", "--prompt-ids", "1", "--local", 2, option)
-    refused(said, f"--local 2 starts several processes, and {option} is for one: omit {option}")

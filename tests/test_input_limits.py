@@ -167,22 +167,6 @@ def test_closed_output_and_a_removed_folder_are_told(tmp_path: Path, monkeypatch
 # ---------------------------------------------------------------- imports
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("..:X", "is not the name of a class: write module:Class or file.py:Class"),
-        (":A", "is not the name of a class"),
-        ("x:", "is not the name of a class"),
-        ("os:system", "os:system is not a device: it is <built-in function system>, and should be a class"),
-        ("json:JSONDecoder", r"is not a device: it has no \w+\(\)"),
-        ("no_such_module:X", "cannot be loaded: No module named 'no_such_module'"),
-    ],
-)
-def test_what_is_no_device_is_refused_before_it_is_called(name: str, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        plugins.find("devices", name)
-
-
 @pytest.mark.parametrize("name", ["mine", "mine.py"])
 def test_a_policys_file_without_its_class_is_refused_with_the_way_to_write_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

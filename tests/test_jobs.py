@@ -28,7 +28,7 @@ from moesched.settings import check_settings
 from moesched.steps.plan import Plan
 from moesched.system.signals import signals_held
 from moesched.tasks import Task
-from runs import FORTY_PERCENT, make_plan
+from runs import FORTY_PERCENT, Ended, make_plan
 from traces import largest_file
 
 
@@ -223,23 +223,14 @@ def test_a_workload_that_cannot_be_predicted_is_told(
             moesched.run_model(model, [])
 
 
-class Starts:
-    """Observes when each task started, and where."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, str, str]] = []
-
-    def ended(self, task: Task) -> None:
-        self.seen.append((task.start, task.lane.name, task.verb))
-
-
 def test_a_replayed_prediction_counts_the_same_tasks_as_one_that_is_driven() -> None:
     counted = []
     for replay in (False, True):
-        policy, meter, diary, starts = make_policy("cgopipe"), KindMeter(), Diary(), Starts()
+        policy, meter, diary, seen = make_policy("cgopipe"), KindMeter(), Diary(), Ended()
         plan = make_plan(policy, new_tokens=9, budgets=FORTY_PERCENT)
-        simulate(plan, policy, sharing=False, replay=replay, observers=[meter, diary, starts])
-        counted.append((meter.kinds(), diary.loads, sorted(starts.seen)))
+        simulate(plan, policy, sharing=False, replay=replay, observers=[meter, diary, seen])
+        starts = sorted((task.start, task.lane.name, task.verb) for task in seen.tasks)
+        counted.append((meter.kinds(), diary.loads, starts))
     assert counted[0] == counted[1]
 
 

@@ -18,21 +18,10 @@ from moesched.routing.generated import GeneratedChoices
 from moesched.routing.popularity import LikeMixtral
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
-from moesched.tasks import Task
+from runs import Ended
 
 MIXTRAL = SHAPES["mixtral-8x7b"]
 CASES = {"a prompt of 64": (64, 6, 1), "a prompt of 300": (300, 2, 1), "8 beams": (16, 6, 8)}
-
-
-class Ended:
-    """Remembers the tasks of the steps."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-
-    def ended(self, task: Task) -> None:
-        if task.step >= 0:
-            self.tasks.append(task)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,11 +34,12 @@ def test_layers_take_what_was_expected_of_them(case: str) -> None:
     routing = BatchRouting(GeneratedChoices(LikeMixtral(), MIXTRAL), batch)
     simulate(plan, policy, routing=routing, sharing=True, observers=[ended])
     ends: dict[tuple[int, int], int] = {}
-    for task in ended.tasks:
+    steps = [task for task in ended.tasks if task.step >= 0]
+    for task in steps:
         if task.verb in ("run_expert", "load_routed"):
             ends[task.step, task.layer] = max(task.end, ends.get((task.step, task.layer), 0))
     errors = []
-    for task in ended.tasks:
+    for task in steps:
         if task.verb == "route":
             expected = policy.decisions.divide({0: task.value}, policy.stays[task.layer]).seconds
             if expected:

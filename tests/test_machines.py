@@ -27,7 +27,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
-from moesched.tasks import Work
+from moesched.work import Work
 from tables import table
 
 PROMISED = {

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,6 @@ import numpy as np
 
 import moesched
 from benchmarks.shared.small_runs import ONE_MEMORY
-from mlx_nodes import TOY_DBRX, run_nodes
 from moesched import run_model
 from moesched.devices.kernels import mlx_elements
 from moesched.devices.kernels.mlx_elements import ONE_BY_ONE, Kernel
@@ -37,12 +37,15 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.networks import FeedForward, Router
 from moesched.models.random_model import write_random_model
+from moesched.models.rotary import Rotary
+from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.system.signals import ctrl_c_interrupts
 from moesched.trace import check_trace
 from small_models import SMALL, small_model
+from test_nodes import run_nodes
 
 needs_compiler = pytest.mark.skipif(
     not mx.metal.is_available() and shutil.which("g++") is None,
@@ -165,6 +168,11 @@ def test_a_report_names_the_kernels_that_ran(tmp_path: Path) -> None:
 
 TOKENS = 5
 MOST_FOR_A_TOKEN = 90
+TOY_DBRX = SHAPES["mixtral-0.8b"].varied(
+    name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rotary=Rotary(theta=5e5),
+    layers=40, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, experts=16, top_k=4, vocabulary=512,
+    stop_tokens=(),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +183,11 @@ def dbrx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_token_of_dbrx_on_two_nodes_takes_few_evaluations_and_has_the_bits_of_one_for_every_task(
     dbrx: Path,
 ) -> None:
-    settings = {"keep_logits": True}
-    needed, devices = run_nodes(dbrx, TOKENS, {**settings})
-    every_task, others = run_nodes(dbrx, TOKENS, {**settings, "evaluate": "task"})
-    assert needed.tokens == every_task.tokens
+    (needed, devices), (every_task, others) = (
+        run_nodes(dbrx, "ep_router_aided", 2, kind, prompts=[[5, 6, 7]], new_tokens=TOKENS)
+        for kind in (MlxDevice, partial(MlxDevice, evaluate="task"))
+    )
+    assert needed == every_task
     for device, other in zip(devices, others, strict=True):
         assert device.evaluations <= MOST_FOR_A_TOKEN * TOKENS
         assert other.evaluations > 3 * device.evaluations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,6 @@ def test_stop_tokens_of_generation_go_before_those_of_the_model(tmp_path: Path) 
     assert config_of(tmp_path, eos_token_id=2).stop_tokens == (7, 8)
 
 
-def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
-    for directory in (tmp_path, tmp_path / "nowhere"):
-        assert f"cannot read configuration {directory / 'config.json'}: No such file" in refusal(directory)
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "not json", '"\\ud800"', '{"hidden_size": "large"}'])
 def test_a_config_that_is_no_json_object_of_settings_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -177,3 +173,9 @@ def test_a_copy_of_a_header_tells_the_dtype_too(tmp_path: Path) -> None:
 def test_a_number_that_float32_cannot_compute_with_is_refused(tmp_path: Path, key: str, value: float) -> None:
     write_config(tmp_path, **{key: value})
     assert f"{value!r}" in refusal(tmp_path)
+
+
+def test_a_model_in_a_folder_whose_name_is_no_text_has_a_name_that_reports_can_hold(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    assert config_of(folder).name == r"\udcff"

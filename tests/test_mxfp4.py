@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from benchmarks.shared.random_models import gpt_oss, hugging_face_logits, ready
+from against_hugging_face import assert_near, generated
+from benchmarks.shared.random_models import gpt_oss, ready
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.native.compiled import why_unusable
 from moesched.devices.native.mxfp4_files import join_by_library
@@ -53,10 +54,7 @@ def run(folder: Path, policy: str, machine: Machine, dtype: str, page_bytes: int
 
 def test_logits_are_those_of_hugging_face(model: tuple[Path, torch.nn.Module]) -> None:
     folder, theirs = model
-    ours = run(folder, "resident", ONE_MEMORY, "float32")
-    for prompt, tokens, logits_SV in zip(PROMPTS, ours.tokens, ours.logits_RSV, strict=True):
-        expected_SV = hugging_face_logits(theirs, prompt + tokens)[len(prompt) - 1 : -1]
-        assert (logits_SV - expected_SV).abs().max() <= 1e-4 * expected_SV.abs().max()
+    assert_near(theirs, generated(folder), 1e-4)
 
 
 @pytest.mark.parametrize("policy", ["expert_streaming", "expert_cache", "twiddler"])

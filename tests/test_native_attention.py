@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from exact_attention import exact_attention
 from kernel_tables import logits_by
 from moesched.devices.native.attention import LayerAddresses, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
@@ -96,21 +97,13 @@ def attend(
 
 
 def exact(step: Step, window: int | None = None, sinks_H: Tensor | None = None) -> Tensor:
-    """Attention in float64; a sink is one more score, whose weight is dropped."""
-    group, size = step.q_SHd.shape[1] // step.k_SKd.shape[1], step.q_SHd.shape[2]
+    """Attention of each sequence's new token in float64."""
     rows = []
-    for i, cached in enumerate(step.past):
-        new = step.k_SKd[i : i + 1], step.v_SKd[i : i + 1]
-        keys, values = (
-            torch.cat(halves)[-window if window else 0 :].double().repeat_interleave(group, 1)
-            for halves in zip(cached, new, strict=True)
-        )
-        scores_HL = torch.einsum("hd,lhd->hl", step.q_SHd[i].double(), keys) / size**0.5
-        if sinks_H is not None:
-            scores_HL = torch.cat([scores_HL, sinks_H.double()[:, None]], dim=1)
-        weights_HL = scores_HL.softmax(1)[:, : len(keys)]
-        rows.append(torch.einsum("hl,lhd->hd", weights_HL, values).flatten())
-    return torch.stack(rows)
+    for number, past in enumerate(step.past):
+        q_SHd, *new = (each[number : number + 1] for each in (step.q_SHd, step.k_SKd, step.v_SKd))
+        keys, values = (torch.cat(halves) for halves in zip(past, new, strict=True))
+        rows.append(exact_attention(q_SHd, keys, values, window, sinks_H))
+    return torch.cat(rows)
 
 
 def assert_right(got: Tensor, expected: Tensor) -> None:

@@ -318,11 +318,6 @@ def test_experts_that_do_not_fit_a_node_are_refused_with_the_bytes_and_the_node(
         case.plan(Scripted(leave_out_its_own, lopsided), node=1)
 
 
-def test_a_policy_for_one_machine_is_refused_on_several() -> None:
-    with pytest.raises(BadInput, match="policy Resident does not share experts among 2 nodes"):
-        NODES.plan(make_policy("resident"))
-
-
 def test_nodes_that_do_not_attend_keep_nothing_but_experts() -> None:
     first, second = (NODES.plan(make_policy("ep_naive"), node) for node in range(2))
     assert (first.nodes.attends, second.nodes.attends) == (True, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.seams import Transport
-from moesched.tasks import Collective, Lane, Task, Work
+from moesched.tasks import Collective, Lane, Task
 from moesched.testing import Case
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport
+from moesched.work import Work
 from reference import decisive_tokens
 from small_models import SMALL, small_model
 
@@ -59,12 +61,14 @@ def run_nodes(
     nodes: int,
     kind: Any = TorchDevice,
     recorder: Recorder | None = None,
+    prompts: Sequence[list[int]] = PROMPTS,
+    new_tokens: int = NEW_TOKENS,
     **settings: Any,
 ) -> tuple[list[list[int]], list[Any]]:
     """The tokens of the first node, and the devices of all, which are of a kind."""
     checkpoint = open_checkpoint(directory)
     layout = weight_layout(checkpoint.config, "float32")
-    batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
+    batch = split_batch([len(prompt) for prompt in prompts], new_tokens, 2)
     transport = InprocTransport(nodes)
     ranks = []
     for node in range(nodes):
@@ -74,7 +78,7 @@ def run_nodes(
         ranks.append(Rank(plan, made, device))
         device.join(node, transport, ranks[0].device)
     first, *peers = ranks
-    report = run(first.plan, first.policy, first.device, PROMPTS, peers=peers, recorder=recorder)
+    report = run(first.plan, first.policy, first.device, prompts, peers=peers, recorder=recorder)
     return report.tokens or [], [each.device for each in ranks]
 
 

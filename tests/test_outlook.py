@@ -26,9 +26,10 @@ from moesched.runs.simulation import simulate
 from moesched.steps.expected_ends import expected_ends
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
-from moesched.tasks import DONE, Block, Kernel, Lane, Task, Work
+from moesched.tasks import DONE, Block, Kernel, Lane, Task
 from moesched.testing import check_policy, run_on_symbols
 from moesched.testing.policy_checks import Clock
+from moesched.work import Work
 from runs import make_plan
 
 OTHER = msgspec.structs.replace(CASE.layout().pages[0], nbytes=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from benchmarks.shared.small_runs import ONE_MEMORY
 from meshes import keys_of, sockets_in
 from moesched import plugins
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, TransportError
 from moesched.seams import Exchange
 from moesched.testing import check_device, check_transport
@@ -74,6 +77,31 @@ def test_a_device_that_makes_tokens_up_is_found_out(temperature: int) -> None:
         check_device(Inventive, ONE_MEMORY, ["resident"])
 
 
+def test_a_device_that_confuses_requests_as_they_join_is_found_out() -> None:
+    class Confused(TorchDevice):
+        served = False
+
+        def serve(self, plan: Any) -> None:
+            self.served = True
+            super().serve(plan)
+
+        def execute(self, task: Any) -> Any:
+            value = super().execute(task)
+            return [(token + 1) % 60 for token in value] if task.verb == "sample" and self.served else value
+
+    with pytest.raises(AssertionError, match="of requests that join and leave"):
+        check_device(Confused, ONE_MEMORY, ["resident"])
+
+
+def test_a_device_that_takes_a_negative_token_is_found_out() -> None:
+    class Wrapping(own_device()):  # type: ignore[misc]  # found by name
+        def begin(self, plan: Any, prompts: Any, sampling: Any) -> None:
+            super().begin(plan, [[abs(token) for token in prompt] for prompt in prompts], sampling)
+
+    with pytest.raises(AssertionError, match="takes the token id -1"):
+        check_device(Wrapping, ONE_MEMORY, ["resident"])
+
+
 def test_a_transport_of_ones_own_passes() -> None:
     kind = own_transport()
     check_transport(lambda ranks: [kind(ranks)] * ranks)
@@ -115,6 +143,23 @@ def test_a_transport_that_hands_out_one_array_to_all_is_found_out() -> None:
 
     with pytest.raises(AssertionError, match="not the sum in the order of ranks"):
         check_transport(lambda ranks: [Shared(ranks)] * ranks)
+
+
+def test_a_transport_that_adds_parts_once_their_owners_have_left_is_found_out() -> None:
+    class Late(own_transport()):  # type: ignore[misc]  # found by name
+        def __init__(self, ranks: int) -> None:
+            super().__init__(ranks)
+            self.parts: dict[int, Any] = {}
+
+        def all_reduce(self, rank: int, exchange: Exchange, part: Any) -> Any:
+            self.parts[rank] = part
+            total = super().all_reduce(rank, exchange, part)
+            with self._lock:
+                self._lock.wait_for(lambda: not rank or (self.parts[0] == -1).all(), 0.2)
+            return total if not rank else reduce(add, [self.parts[each] for each in range(self._ranks)])
+
+    with pytest.raises(AssertionError, match="not the sum"):
+        check_transport(lambda ranks: [Late(ranks)] * ranks)
 
 
 def test_a_transport_that_hands_out_the_roots_own_array_is_found_out() -> None:

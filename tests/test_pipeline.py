@@ -25,9 +25,10 @@ from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan, stage_of
 from moesched.steps.roles import Role
 from moesched.steps.step import Step
-from moesched.tasks import Task, Work
+from moesched.tasks import Task
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols
 from moesched.testing.symbolic import SymbolicDevice
+from moesched.work import Work
 from runs import Ended
 
 WIRES = Interconnect(bandwidth=12e9, latency=20e-6)

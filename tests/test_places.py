@@ -191,6 +191,17 @@ def test_a_capacity_for_a_context_has_room_for_a_request_of_that_length_in_each_
 
 
 @pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size", "places", "sequences"),
+    [(16, 6, 4, 4), (16, 8, 2, 8), (17, 6, 4, 4), (3, 2, 3, 1), (5, 5, 1, 5), (7, 1, 7, 1)],
+)
+def test_a_capacity_has_equal_places_for_as_many_requests_of_the_batch_as_can_be(
+    batch_size: int, micro_batch_size: int, places: int, sequences: int
+) -> None:
+    capacity = capacity_for(BatchSizes(batch_size, micro_batch_size), 100)
+    assert (capacity.places, capacity.sequences) == (places, sequences)
+
+
+@pytest.mark.parametrize(
     ("prompt", "new_tokens", "message"),
     [
         (0, 1, "a prompt of 0 tokens: a request may have 1 to 99"),

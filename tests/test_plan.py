@@ -106,11 +106,6 @@ def test_more_than_a_budget_is_refused_as_soon_as_somebody_asks_what_is_left() -
 
 CONTRADICTIONS: list[tuple[Callable[[Plan], object], Callable[[Plan], object], str]] = [
     (
-        lambda plan: plan.place_kv("host", [1]),
-        lambda plan: plan.place_kv("accelerator"),
-        "place_kv: the KV cache of mb1 is the host's already: place each once",
-    ),
-    (
         lambda plan: plan.limit_in_flight(1),
         lambda plan: plan.limit_in_flight(2),
         "limit_in_flight: the limit is 1 already: declare one limit, not 2",

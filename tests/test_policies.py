@@ -111,19 +111,6 @@ def test_a_plan_that_does_not_fit_says_what_to_do() -> None:
         plan_run(load_machine("t4"), layout, split_batch([8], 2, 1), make_policy("resident"))
 
 
-class Homeless(Forgetful):
-    """Says nothing of the KV cache."""
-
-    def plan(self, plan: Plan) -> None:
-        pass
-
-
-def test_a_plan_without_a_place_for_the_cache_is_refused() -> None:
-    layout = weight_layout(SHAPES["mixtral-8x7b"])
-    with pytest.raises(PolicyError, match=r"has no place for the KV cache: call plan\.place_kv"):
-        plan_run(load_machine("t4"), layout, split_batch([8], 2, 1), Homeless())
-
-
 @pytest.mark.parametrize("name", ["cgopipe", "expert_streaming", "layer_streaming"])
 def test_a_slot_holds_every_page_that_streams_though_one_layer_has_larger_ones(name: str) -> None:
     layout = Case(name="uneven", machine=load_machine("t4"), layers=4).layout()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -49,13 +48,6 @@ def test_an_exception_that_would_end_the_process_is_the_policys_failure(
     said = refused(Raises(error.with_traceback(None), planning=planning), clock)
     assert str(said).startswith(f"the policy raised {error!r}: return to end a step")
     assert said.__cause__ is error
-
-
-def test_sys_exit_fails_the_run_too() -> None:
-    def leave(step: Step, plan: Plan) -> None:
-        sys.exit(0)
-
-    assert "the policy raised SystemExit(0)" in str(refused(Meddling(leave)))
 
 
 @pytest.fixture

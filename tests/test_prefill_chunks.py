@@ -350,7 +350,7 @@ def test_two_chunks_are_in_flight(
 @pytest.mark.parametrize("device", ["torch", "mlx"])
 @pytest.mark.parametrize("decentralised", [True, False])
 def test_the_tokens_are_those_of_one_process(
-    long_model: Path, server: ForkServer, device: str, decentralised: bool
+    long_model: Path, forks: ForkServer, device: str, decentralised: bool
 ) -> None:
     if device == "mlx":
         pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
@@ -362,7 +362,7 @@ def test_the_tokens_are_those_of_one_process(
         settings={"decentralised": decentralised},
         device=device,
         max_new_tokens=4,
-        start=server,
+        start=forks,
     )
     assert ours.plan.prefill_chunk == LONG_PROMPTS // 2 + 1
     assert ours.tokens == moesched.run_model(long_model, [LONG], policy="resident", max_new_tokens=4).tokens

@@ -214,23 +214,23 @@ def seated_with(seated: tuple[Path, Cluster], folders: list[Path]) -> Path:
 
 def test_nodes_with_their_own_experts_files_give_the_tokens_of_the_whole_model(
     seated: tuple[Path, Cluster],
-    server: ForkServer,
+    forks: ForkServer,
     parts: list[Path],
     expected: dict[str, list[list[int]]],
 ) -> None:
-    report = run_seated(seated_with(seated, parts), server, parts[0], policy="ep_naive")
+    report = run_seated(seated_with(seated, parts), forks, parts[0], policy="ep_naive")
     assert report.tokens == expected["mixtral"]
     assert len(report.tokens) == len(PROMPTS)
     assert len(report.tokens[0]) == NEW_TOKENS
 
 
 def test_a_file_that_a_node_needs_is_named_before_anything_is_loaded(
-    seated: tuple[Path, Cluster], server: ForkServer, parts: list[Path]
+    seated: tuple[Path, Cluster], forks: ForkServer, parts: list[Path]
 ) -> None:
     with pytest.raises(
         BadInput, match=r"experts-0000\d.safetensors is not here, and layers.0.* is in it: copy"
     ):
-        run_seated(seated_with(seated, parts[::-1]), server, parts[0], policy="ep_naive")
+        run_seated(seated_with(seated, parts[::-1]), forks, parts[0], policy="ep_naive")
 
 
 def test_parts_of_a_checkpoint_have_its_fingerprint_and_only_nodes_open_them(parts: list[Path]) -> None:

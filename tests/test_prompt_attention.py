@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from exact_attention import exact_attention
 from kernel_tables import kernels_of
 from moesched.devices.kernels.seam import Case
 from moesched.devices.native.attention import NativeAttention
@@ -63,21 +64,8 @@ def attend(
 
 
 def exact(prompts: Prompts, window: int | None = None, sinks_H: Tensor | None = None) -> Tensor:
-    """Attention in float64; a sink is one more score, whose weight is dropped."""
-    q_SNHd, keys, values = (each.double() for each in prompts)
-    group = q_SNHd.shape[2] // keys.shape[2]
-    length, new = keys.shape[1], q_SNHd.shape[1]
-    scores_SHNL = (
-        torch.einsum("snhd,slhd->shnl", q_SNHd, keys.repeat_interleave(group, 2)) / q_SNHd.shape[3] ** 0.5
-    )
-    distance = torch.arange(length - new, length)[:, None] - torch.arange(length)
-    seen = (distance >= 0) & (distance < (window or length))
-    scores_SHNL.masked_fill_(~seen, -torch.inf)
-    if sinks_H is not None:
-        sinks = sinks_H.double().view(1, -1, 1, 1).expand(*scores_SHNL.shape[:3], 1)
-        scores_SHNL = torch.cat([scores_SHNL, sinks], dim=-1)
-    weights_SHNL = scores_SHNL.softmax(-1)[..., :length]
-    return torch.einsum("shnl,slhd->snhd", weights_SHNL, values.repeat_interleave(group, 2)).flatten(2)
+    """Attention of each sequence's new tokens in float64."""
+    return torch.stack([exact_attention(*each, window, sinks_H) for each in zip(*prompts, strict=True)])
 
 
 def assert_right(got: Tensor, expected: Tensor) -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.robustness._random_graph import Shape, run_graph
+from benchmarks.robustness._random_graph import run_graph
 from benchmarks.robustness._random_policy import run_policy
+from benchmarks.robustness._random_program import Shape
 from benchmarks.shared.within import within
 
 RANKS = st.integers(1, 3)

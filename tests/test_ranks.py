@@ -30,8 +30,9 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank, open_devices
 from moesched.steps.plan import Plan
-from moesched.tasks import Task, Work
+from moesched.tasks import Task
 from moesched.trace import Recorder
+from moesched.work import Work
 from small_models import SMALL, small_model
 from test_nodes import MIXTRAL, NEW_TOKENS, PROMPTS, expected
 

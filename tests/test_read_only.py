@@ -80,56 +80,14 @@ def test_a_policy_that_changes_what_it_sees_is_refused_at_its_own_line(name: str
     assert policy_line(error) in [f"{__file__}:{number}" for number in (first, first + 1)]
 
 
-def test_a_plan_whose_layers_are_cut_while_it_is_made_is_refused() -> None:
-    class Cuts(Everything):
+def test_a_memory_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    class Keeps(Everything):
         def plan(self, plan: Plan) -> None:
-            super().plan(plan)
-            plan.layers = plan.layers[:2]
+            unknown: Any = "vram"
+            plan.keep(plan.layout.pages, unknown)
 
-    assert "layers of a Plan cannot be changed" in str(refused(Cuts()))
-
-
-@pytest.mark.parametrize(
-    ("declare", "says"),
-    [
-        (
-            lambda plan: plan.place_kv("vram"),
-            "place_kv: 'vram' is no memory for that on machine t4: give 'accelerator' (gpu) or 'host'",
-        ),
-        (
-            lambda plan: plan.place_kv("host", [-1]),
-            "place_kv: there is no mb-1: micro-batches go from 0 to 1",
-        ),
-        (
-            lambda plan: plan.keep(plan.layout.pages, "vram"),
-            "keep: 'vram' is no memory for that on machine t4: give 'accelerator' (gpu) or 'host' or 'pinned'",
-        ),
-        (
-            lambda plan: plan.pool("vram", "mine", 1, []),
-            "pool: 'vram' is no memory for that on machine t4: give",
-        ),
-    ],
-)
-def test_a_memory_or_micro_batch_that_does_not_exist_is_refused(
-    declare: Callable[[Plan], object], says: str
-) -> None:
-    class Declares(Everything):
-        def plan(self, plan: Plan) -> None:
-            declare(plan)
-
-    assert says in str(refused(Declares()))
-
-
-def test_a_layer_beyond_the_last_is_refused() -> None:
-    class GoesOn(Everything):
-        async def prefill(self, step: Step) -> None:
-            step.embed(0)
-            for i in range(len(step.layers) + 1):
-                step.pre_attention(i, 0)
-                step.attention(i, 0)
-                step.post_attention(i, 0)
-
-    assert "pre_attention: the model has no L3: its layers are L0 to L2: loop over" in str(refused(GoesOn()))
+    memories = "give 'accelerator' (gpu) or 'host' or 'pinned'"
+    assert f"keep: 'vram' is no memory for that on machine t4: {memories}" in str(refused(Keeps()))
 
 
 ASKED: list[tuple[Callable[[Step], object], str]] = [
@@ -161,14 +119,6 @@ def test_a_question_about_what_does_not_exist_says_what_does() -> None:
             raise PolicyError("asked all")
 
     assert str(refused(Asks())) == "asked all"
-
-
-def test_a_discipline_that_does_not_exist_is_refused() -> None:
-    class Hasty(Everything):
-        def plan(self, plan: Plan) -> None:
-            plan.discipline = "hasty"  # type: ignore[assignment]
-
-    assert "discipline is 'hasty': assign 'in_order' or 'ready_first'" in str(refused(Hasty()))
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
@@ -376,12 +326,3 @@ def test_a_task_that_was_never_submitted_cannot_be_awaited(clock: Clock) -> None
             await Task(done.lane, done.work, "mine")
 
     assert "is no task of this run: await what its verbs return" in str(refused(Invents(), clock))
-
-
-def test_a_method_that_is_not_async_is_refused() -> None:
-    class Plain(Everything):
-        def decode(self, step: Step) -> Any:
-            """It forgot `async`."""
-
-    with pytest.raises(PolicyError, match=r"decode of Plain gave None, no coroutine: define it `async def`"):
-        run_on_symbols(policy := Plain(), CASE.plan(policy))

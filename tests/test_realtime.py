@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import anyio
 import pytest
 
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import CheckedSharedEngine
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import LaneKind
-from moesched.tasks import Block, Decision, Discipline, Kernel, Lane, Task, Work
+from moesched.tasks import Block, Decision, Discipline, Kernel, Lane, Task
+from moesched.work import Work
 
 WORK = Work("test", "cpu")
 KINDS: tuple[LaneKind, ...] = ("thread", "guest", "loop", "awaitable")
@@ -64,29 +64,6 @@ class Machine:
             return result
         finally:
             self.engine.check_over()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_chain_over_two_lanes_runs_in_its_order(kind: LaneKind) -> None:
-    machine = Machine("gpu", "link", kind=kind)
-    block = Block("x")
-
-    async def policy() -> None:
-        for number in range(50):
-            machine.submit(("gpu", "link")[number % 2], f"{number}", (block,), (block,))
-
-    machine.run(policy())
-    assert machine.done == [f"{number}" for number in range(50)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_awaiting_a_handle_gives_its_value(kind: LaneKind) -> None:
-    machine = Machine("gpu", kind=kind, bodies={"route": lambda task: {2: 7}})
-
-    async def policy() -> Any:
-        return await machine.submit("gpu", "route")
-
-    assert machine.run(policy()) == {2: 7}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -299,27 +276,6 @@ def test_nothing_more_starts_after_an_observer_raised(kind: LaneKind) -> None:
     assert "first" in ran and "third" not in ran
 
 
-def test_a_policy_that_awaits_asyncio_is_told_that_it_may_not() -> None:
-    machine = Machine("gpu")
-
-    async def policy() -> None:
-        await asyncio.sleep(0)
-
-    with pytest.raises(PolicyError, match="may await the handles of its tasks only"):
-        machine.run(policy())
-
-
-def test_a_policy_cannot_set_a_timeout_which_would_cancel_the_run() -> None:
-    machine = Machine("gpu")
-
-    async def policy() -> None:
-        async with asyncio.timeout(60):
-            await machine.submit("gpu", "task")
-
-    with pytest.raises(PolicyError, match="may await the handles of its tasks only"):
-        machine.run(policy())
-
-
 def interrupted(
     machine: Machine, policy: Callable[[Callable[[], object]], Coroutine[Task, Any, None]]
 ) -> None:
@@ -434,29 +390,3 @@ def test_no_thread_is_left_behind() -> None:
 
     machine.run(policy())
     assert set(threading.enumerate()) == before
-
-
-def test_it_runs_on_uvloop_under_anyio() -> None:
-    pytest.importorskip("uvloop")
-    machine = Machine("gpu", "cpu", bodies={"route": lambda task: 5})
-
-    async def policy() -> Any:
-        return await machine.submit("gpu", "route")
-
-    results = anyio.run(machine.driver.run, policy(), backend_options={"use_uvloop": True})
-    assert results == [5]
-
-
-def test_ranks_go_on_independently() -> None:
-    engines = [CheckedSharedEngine([Lane("gpu")]) for _ in range(3)]
-    driver = RealtimeDriver(engines, lambda task: task.micro_batch)
-
-    async def policy(rank: int) -> int:
-        total = 0
-        for _ in range(50):
-            total += await engines[rank].submit(Kernel(engines[rank].lanes[0], WORK, "kernel", -1, rank))
-        return total
-
-    assert asyncio.run(driver.run(*(policy(rank) for rank in range(3)))) == [0, 50, 100]
-    for engine in engines:
-        engine.check_over()

@@ -15,8 +15,9 @@ from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
 from moesched.seams import Demand, Exchange
-from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task, Work
+from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task
 from moesched.transports.inproc import InprocTransport
+from moesched.work import Work
 
 ONE = np.ones(1, np.float32)
 

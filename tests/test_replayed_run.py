@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,13 @@ from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.steps.verbs.base import CLASSES
-from moesched.tasks import (
-    IDLE,
-    PREFETCH,
-    Block,
-    Collective,
-    Discipline,
-    Kernel,
-    Lane,
-    PageTransfer,
-    Task,
-    Work,
-)
+from moesched.tasks import IDLE, PREFETCH, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task
 from moesched.trace import Recorder, Recording
+from moesched.work import Work
 from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
 from test_pipeline import TWO
 from test_priorities import Urged
-from traces import kept, run_graph, run_ranks
+from traces import by_hand, edges_by_id, kept, run_graph, run_ranks
 
 POLICIES = (
     "resident", "layer_streaming", "cgopipe", "expert_streaming", "flexgen", "flexgen_cpu", "fastdecode", "three_tiers",
@@ -72,16 +62,11 @@ def test_a_measured_run_loses_what_passed_between_its_tasks() -> None:
     measured = realtime_run("cgopipe", budgets=FORTY_PERCENT).recording
     replayed = replay_recording(measured)
     assert 0 < replayed.end < measured.end
-    assert [lengths(replayed), edges(replayed)] == [lengths(measured), edges(measured)]
+    assert [lengths(replayed), edges_by_id(replayed)] == [lengths(measured), edges_by_id(measured)]
 
 
 def test_start_times_are_not_reused() -> None:
-    def graph(engine: Engine) -> None:
-        hidden = Block("hidden")
-        submit(engine, "gpu", "first", 10, writes=[hidden])
-        submit(engine, "gpu", "second", 20, reads=[hidden])
-
-    recording = recorded(graph)
+    recording = recorded(by_hand("gpu: first 10 writes h; gpu: second 20 reads h"))
     for each in recording.slices:
         each.start += 1000 * each.id
         each.end += 1000 * each.id
@@ -112,15 +97,10 @@ def test_a_policy_that_awaits_several_tasks_at_once_waits_for_all_of_them() -> N
 
 
 def test_lanes_in_order_wait_for_what_was_submitted_first() -> None:
-    def graph(engine: Engine) -> None:
-        page = Block("page")
-        submit(engine, "copies", "fetch", 50, writes=[page])
-        submit(engine, "gpu", "needs the page", 5, reads=[page])
-        submit(engine, "gpu", "needs nothing", 5)
-
+    graph = by_hand("copies: fetch 50 writes p; gpu: needs_page 5 reads p; gpu: needs_nothing 5")
     in_order, ready_first = (replay_recording(recorded(graph, each)) for each in ("in_order", "ready_first"))
-    assert timetable(in_order)["needs nothing"] == (55, 60)
-    assert timetable(ready_first)["needs nothing"] == (0, 5)
+    assert timetable(in_order)["needs_nothing"] == (55, 60)
+    assert timetable(ready_first)["needs_nothing"] == (0, 5)
 
 
 def test_a_demand_still_overtakes_a_prefetch() -> None:
@@ -170,12 +150,7 @@ def test_a_collective_still_waits_for_the_last_rank() -> None:
 
 
 def test_other_durations_may_be_tried() -> None:
-    def graph(engine: Engine) -> None:
-        page = Block("page")
-        submit(engine, "copies", "fetch", 50, writes=[page])
-        submit(engine, "gpu", "kernel", 10, reads=[page])
-
-    recording = recorded(graph)
+    recording = recorded(by_hand("copies: fetch 50 writes p; gpu: kernel 10 reads p"))
     assert timetable(replay_recording(recording, [20, 10])) == {"fetch": (0, 20), "kernel": (20, 30)}
 
 
@@ -196,11 +171,7 @@ def test_an_empty_recording_is_replayed_in_no_time() -> None:
 
 
 def test_an_edge_from_a_later_task_is_refused() -> None:
-    def graph(engine: Engine) -> None:
-        submit(engine, "gpu", "first", 1)
-        submit(engine, "gpu", "second", 1)
-
-    recording = recorded(graph)
+    recording = recorded(by_hand("gpu: first 1; gpu: second 1"))
     damaged = msgspec.structs.replace(recording, producers=[(1,), ()])
     with pytest.raises(
         BadInput, match="first, task 0, waits for a task that was submitted later: record the run again"
@@ -208,22 +179,9 @@ def test_an_edge_from_a_later_task_is_refused() -> None:
         replay_recording(damaged)
 
 
-def recorded(
-    policy: Callable[[Engine], object] | Callable[[Engine], Coroutine[Task, Any, None]],
-    discipline: Discipline = "ready_first",
-) -> Recording:
+def recorded(graph: Callable[[Engine], object], discipline: Discipline = "ready_first") -> Recording:
     """Tasks of a hand-written policy on two lanes of the virtual clock."""
-    engine = Engine([Lane("gpu", discipline), Lane("copies", discipline)])
-    recorder = Recorder()
-    recorder.watch(engine)
-
-    async def main() -> None:
-        running = policy(engine)
-        if isinstance(running, Coroutine):
-            await running
-
-    run_ranks([engine], recorder, main())
-    return recorder.recording()
+    return run_graph(graph, ["gpu", "copies"], discipline)
 
 
 def submit(
@@ -262,15 +220,6 @@ def by_number(recording: Recording) -> dict[int, tuple[int, int]]:
 def lengths(recording: Recording) -> dict[int, int]:
     """Duration of each task, by its number."""
     return {each.id: each.end - each.start for each in recording.slices}
-
-
-def edges(recording: Recording) -> set[tuple[int, int]]:
-    """Numbers of the tasks that each task waited for, by its number."""
-    return {
-        (recording.slices[producer].id, each.id)
-        for each, producers in zip(recording.slices, recording.producers, strict=True)
-        for producer in producers
-    }
 
 
 # -- time between tasks ------------------------------------------------------------------------------------------------
@@ -432,5 +381,5 @@ def test_a_replay_has_the_report_the_tasks_the_edges_and_the_pools_of_the_run(ca
             for each in recording.slices
         )
         same = msgspec.structs.replace(report, wall_seconds=0.0, simulated_steps=None)
-        seen.append((same, times, edges(recording), recording.pools))
+        seen.append((same, times, edges_by_id(recording), recording.pools))
     assert seen[0] == seen[1]

@@ -19,7 +19,7 @@ from moesched.reproduce.twiddler.dispatch import goals
 from moesched.reproduce.twiddler.environments import Bench, as_measured, benches, copies_over_compute
 from moesched.reproduce.twiddler.microbenchmarks import microbenchmarks
 from moesched.reproduce.twiddler.paper import twiddler_paper
-from moesched.tasks import Work
+from moesched.work import Work
 from stored_results import StoredResults
 
 pytestmark = pytest.mark.usefixtures("as_users_run")

@@ -128,12 +128,6 @@ def test_hit_rates_are_of_the_papers_shares_where_nothing_is_asked() -> None:
     assert [rate.gpu_experts for rate in statistics_of(PROFILE).hit_rates] == [4, 8]
 
 
-@pytest.mark.parametrize("count", [-1, 17])
-def test_more_experts_than_there_are_are_refused(count: int) -> None:
-    with pytest.raises(BadInput, match=f"--gpu-experts is {count}: the model has 16 experts; give 0 to 16"):
-        statistics_of(PROFILE, [count])
-
-
 # -- traces
 
 

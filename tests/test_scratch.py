@@ -81,9 +81,11 @@ def test_a_ledger_cannot_make_a_sweep_remove_other_files(cache: Path, tmp_path: 
     with owner(tmp_path) as process:
         (ledger,) = (cache / "scratch").iterdir()
         process.kill()
-    ledger.write_bytes(os.fsencode(kept) + b"\0relative.partial\0\0")
+    cut_off = tmp_path / "moesched-notes"
+    cut_off.mkdir()
+    ledger.write_bytes(os.fsencode(kept) + b"\0relative.partial\0\0" + os.fsencode(cut_off))
     sweep()
-    assert kept.exists()
+    assert kept.exists() and cut_off.exists()
 
 
 def test_a_sweep_leaves_files_of_a_machine_whose_name_begins_alike(cache: Path, outputs: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import cast
 
 from moesched.server.gathering import GatheringTransport
@@ -44,51 +43,32 @@ def gathering(name: str, sent: Sent) -> GatheringTransport:
     return GatheringTransport(cast("asyncio.Transport", RecordingTransport(name, sent)))
 
 
-def test_connections_send_after_all_of_them_wrote() -> None:
-    async def use(sent: Sent) -> None:
-        first, second = gathering("first", sent), gathering("second", sent)
-        first.write(b"a")
-        second.write(b"b")
-        first.write(b"c")
-        assert not sent
-        await asyncio.sleep(0)
-
-    assert sent_by(use) == [("first", b"ac"), ("second", b"b")]
-
-
-def test_what_was_written_is_sent_before_a_connection_ends() -> None:
-    async def use(sent: Sent) -> None:
-        closed, ended = gathering("closed", sent), gathering("ended", sent)
-        closed.write(b"a")
-        closed.close()
-        ended.write(b"b")
-        ended.write_eof()
-
-    assert sent_by(use) == [
-        ("closed", b"a"),
-        ("closed", b"<closed>"),
-        ("ended", b"b"),
-        ("ended", b"<end>"),
-    ]
-
-
-def test_nothing_is_sent_on_a_connection_that_was_lost() -> None:
-    async def use(sent: Sent) -> None:
-        lost = gathering("lost", sent)
-        lost.write(b"a")
-        lost.abort()
-        await asyncio.sleep(0)
-
-    assert sent_by(use) == []
-
-
-def sent_by(use: Callable[[Sent], Awaitable[None]]) -> Sent:
-    """Run `use`, then one more turn of the loop; return the bytes that its connections sent."""
+async def test_connections_send_after_all_of_them_wrote() -> None:
     sent = Sent()
+    first, second = gathering("first", sent), gathering("second", sent)
+    first.write(b"a")
+    second.write(b"b")
+    first.write(b"c")
+    assert not sent
+    await asyncio.sleep(0)
+    assert sent == [("first", b"ac"), ("second", b"b")]
 
-    async def then_wait() -> None:
-        await use(sent)
-        await asyncio.sleep(0)
 
-    asyncio.run(then_wait())
-    return sent
+async def test_what_was_written_is_sent_before_a_connection_ends() -> None:
+    sent = Sent()
+    closed, ended = gathering("closed", sent), gathering("ended", sent)
+    closed.write(b"a")
+    closed.close()
+    ended.write(b"b")
+    ended.write_eof()
+    await asyncio.sleep(0)
+    assert sent == [("closed", b"a"), ("closed", b"<closed>"), ("ended", b"b"), ("ended", b"<end>")]
+
+
+async def test_nothing_is_sent_on_a_connection_that_was_lost() -> None:
+    sent = Sent()
+    lost = gathering("lost", sent)
+    lost.write(b"a")
+    lost.abort()
+    await asyncio.sleep(0)
+    assert not sent

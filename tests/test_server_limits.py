@@ -12,7 +12,7 @@ import openai
 import pytest
 from starlette.types import Message
 
-from fronts import CHAT, HELLO, Server, answered, chat
+from fronts import CHAT, HELLO, Server, chat, front
 from moesched.server.bodies import MOST_BYTES
 from moesched.server.fields import MOST_CHOICES
 from moesched.server.messages import LENGTH, Frames, ToEngine
@@ -35,8 +35,8 @@ async def held(
 # ---------------------------------------------------------------- keys and limits
 
 
-def test_a_key_is_asked_for_where_the_server_has_one() -> None:
-    async def use(server: Server) -> None:
+async def test_a_key_is_asked_for_where_the_server_has_one() -> None:
+    async with front(key="secret") as server:
         wrong = server.openai.with_options(api_key="guess")
         with pytest.raises(openai.AuthenticationError):
             await wrong.models.list()
@@ -47,20 +47,15 @@ def test_a_key_is_asked_for_where_the_server_has_one() -> None:
             shown = {"authorization": "bearer secret", "host": host}
             assert (await server.http.get("/nowhere/", headers=shown)).status_code == 404
 
-    answered(use, key="secret")
+
+async def test_without_a_key_other_names_of_this_machine_are_refused(server: Server) -> None:
+    for host, status in [("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("example.org", 403), ("[", 403)]:
+        response = await server.http.get("/v1/models", headers={"host": host})
+        assert response.status_code == status, host
 
 
-def test_without_a_key_other_names_of_this_machine_are_refused() -> None:
-    async def use(server: Server) -> None:
-        for host, status in [("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("example.org", 403), ("[", 403)]:
-            response = await server.http.get("/v1/models", headers={"host": host})
-            assert response.status_code == status, host
-
-    answered(use)
-
-
-def test_a_full_server_says_when_to_come_again() -> None:
-    async def use(server: Server) -> None:
+async def test_a_full_server_says_when_to_come_again() -> None:
+    async with front(most=2) as server:
         async with held(server, 2, max_tokens=2) as running:
             with pytest.raises(openai.RateLimitError) as caught:
                 await chat(server)
@@ -68,34 +63,27 @@ def test_a_full_server_says_when_to_come_again() -> None:
         assert [answer.usage.completion_tokens for answer in await asyncio.gather(*running)] == [2, 2]
         assert server.front.gate.inside == 0
 
-    answered(use, most=2)
 
-
-def test_a_full_server_reads_no_bodies() -> None:
-    async def use(server: Server) -> None:
+async def test_a_full_server_reads_no_bodies() -> None:
+    async with front(most=1) as server:
         async with held(server, 1, max_tokens=1) as running:
             client = Client(b"no JSON")
             await client.ask(server)
             assert client.status == 429
         await running[0]
 
-    answered(use, most=1)
 
-
-def test_a_server_that_closes_takes_no_more_and_ends_what_runs() -> None:
-    async def use(server: Server) -> None:
-        async with held(server, 1, max_tokens=2) as running:
-            drained = asyncio.ensure_future(server.front.gate.drained())
-            await asyncio.sleep(0)
-            with pytest.raises(openai.InternalServerError) as caught:
-                await chat(server)
-            assert caught.value.status_code == 503
-            assert (await server.http.get("/health")).status_code == 503
-            assert not drained.done()
-        await drained
-        assert (await running[0]).usage.completion_tokens == 2
-
-    answered(use)
+async def test_a_server_that_closes_takes_no_more_and_ends_what_runs(server: Server) -> None:
+    async with held(server, 1, max_tokens=2) as running:
+        drained = asyncio.ensure_future(server.front.gate.drained())
+        await asyncio.sleep(0)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await chat(server)
+        assert caught.value.status_code == 503
+        assert (await server.http.get("/health")).status_code == 503
+        assert not drained.done()
+    await drained
+    assert (await running[0]).usage.completion_tokens == 2
 
 
 class Client:
@@ -134,114 +122,92 @@ class Client:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_engine_is_told_at_once_that_a_client_left(stream: bool) -> None:
-    async def use(server: Server) -> None:
-        server.engine.held = True
-        client = Client({"model": "fake", "messages": HELLO, "n": 2, "stream": stream})
-        asking = asyncio.ensure_future(client.ask(server))
-        while len(server.engine.asked) < 2:
-            await asyncio.sleep(0)
-        client.left.set()
-        await asking
-        assert server.engine.left == [0, 1]
-        assert server.front.gate.inside == 0
-
-    answered(use)
+async def test_the_engine_is_told_at_once_that_a_client_left(stream: bool, server: Server) -> None:
+    server.engine.held = True
+    client = Client({"model": "fake", "messages": HELLO, "n": 2, "stream": stream})
+    asking = asyncio.ensure_future(client.ask(server))
+    while len(server.engine.asked) < 2:
+        await asyncio.sleep(0)
+    client.left.set()
+    await asking
+    assert server.engine.left == [0, 1]
+    assert server.front.gate.inside == 0
 
 
-def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
-    async def use(server: Server) -> None:
-        client = Client(b"", headers=[(b"content-length", b"100000000")])
-        await client.ask(server)
-        assert client.status == 413
-
-    answered(use)
+async def test_a_body_that_is_too_long_is_refused_before_it_comes(server: Server) -> None:
+    client = Client(b"", headers=[(b"content-length", b"100000000")])
+    await client.ask(server)
+    assert client.status == 413
 
 
 def test_the_longest_body_with_the_most_answers_fits_into_a_frame_to_the_engine() -> None:
     assert [*Frames(ToEngine).feed(LENGTH.pack(MOST_BYTES * MOST_CHOICES))] == [], "the rest is waited for"
 
 
-def test_a_body_that_is_not_said_to_be_json_is_refused() -> None:
-    async def use(server: Server) -> None:
-        response = await server.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
-        assert response.status_code == 415
-        assert "Content-Type: application/json" in response.json()["error"]["message"]
-
-    answered(use)
+async def test_a_body_that_is_not_said_to_be_json_is_refused(server: Server) -> None:
+    response = await server.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
+    assert response.status_code == 415
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_ends_ends_the_answers(stream: bool) -> None:
-    async def use(server: Server) -> None:
-        server.engine.held = True
-        asking = asyncio.ensure_future(chat(server, stream=stream))
-        while not server.engine.asked:
-            await asyncio.sleep(0)
-        server.link.end("its process has ended")
-        with pytest.raises(openai.InternalServerError, match="the engine has ended: its process has ended"):
-            await asking
-        with pytest.raises(openai.InternalServerError):
-            await chat(server)
-        assert (await server.http.get("/health")).status_code == 503
-
-    answered(use)
+async def test_an_engine_that_ends_ends_the_answers(stream: bool, server: Server) -> None:
+    server.engine.held = True
+    asking = asyncio.ensure_future(chat(server, stream=stream))
+    while not server.engine.asked:
+        await asyncio.sleep(0)
+    server.link.end("its process has ended")
+    with pytest.raises(openai.InternalServerError, match="the engine has ended: its process has ended"):
+        await asking
+    with pytest.raises(openai.InternalServerError):
+        await chat(server)
+    assert (await server.http.get("/health")).status_code == 503
 
 
-def test_an_engine_that_ends_within_a_stream_is_an_event_of_it() -> None:
-    async def use(server: Server) -> None:
-        class AtItsFirstPiece(Client):
-            async def send(self, message: Message) -> None:
-                await super().send(message)
-                if message["type"] == "http.response.body":
-                    server.link.end("its process has ended")
+async def test_an_engine_that_ends_within_a_stream_is_an_event_of_it(server: Server) -> None:
+    class AtItsFirstPiece(Client):
+        async def send(self, message: Message) -> None:
+            await super().send(message)
+            if message["type"] == "http.response.body":
+                server.link.end("its process has ended")
 
-        client = AtItsFirstPiece({"model": "fake", "messages": HELLO, "stream": True})
-        await client.ask(server)
-        start, _, error, last = client.got
-        assert start["status"] == 200
-        assert b"the engine has ended: its process has ended" in error["body"]
-        assert not last.get("more_body", False)
-
-    answered(use)
+    client = AtItsFirstPiece({"model": "fake", "messages": HELLO, "stream": True})
+    await client.ask(server)
+    start, _, error, last = client.got
+    assert start["status"] == 200
+    assert b"the engine has ended: its process has ended" in error["body"]
+    assert not last.get("more_body", False)
 
 
-def test_an_answer_that_the_engine_breaks_off_is_an_error_and_others_are_answered() -> None:
-    async def use(server: Server) -> None:
-        server.engine.breaks = "the logits are not finite"
-        with pytest.raises(openai.InternalServerError, match="the logits are not finite"):
-            await chat(server)
-        stream = await chat(server, stream=True)
-        assert (await anext(stream)).choices[0].delta.content
-        with pytest.raises(openai.APIError, match="the logits are not finite"):
-            await anext(stream)
-        assert server.front.gate.inside == 0
-        server.engine.breaks = ""
-        assert (await chat(server)).choices[0].message.content
-
-    answered(use)
-
-
-def test_metrics_count_requests_and_tokens() -> None:
-    async def use(server: Server) -> None:
-        await chat(server, max_tokens=3)
-        await server.http.get("/v2/" + "x" * 50)
-        text = (await server.http.get("/metrics")).text
-        assert "moesched_answer_tokens_total 3.0" in text
-        assert 'moesched_responses_total{path="/v1/chat/completions",status="200"} 1.0' in text
-        assert 'moesched_responses_total{path="other",status="404"} 1.0' in text
-        assert "moesched_time_to_first_token_seconds_count 1.0" in text
-        assert "moesched_time_per_token_seconds_count 1.0" in text
-        assert 'moesched_lane_busy_seconds{lane="disk"} 0.25' in text
-
-    answered(use)
+async def test_an_answer_that_the_engine_breaks_off_is_an_error_and_others_are_answered(
+    server: Server,
+) -> None:
+    server.engine.breaks = "the logits are not finite"
+    with pytest.raises(openai.InternalServerError, match="the logits are not finite"):
+        await chat(server)
+    stream = await chat(server, stream=True)
+    assert (await anext(stream)).choices[0].delta.content
+    with pytest.raises(openai.APIError, match="the logits are not finite"):
+        await anext(stream)
+    assert server.front.gate.inside == 0
+    server.engine.breaks = ""
+    assert (await chat(server)).choices[0].message.content
 
 
-def test_the_state_of_the_engine_is_told() -> None:
-    async def use(server: Server) -> None:
-        await chat(server, max_tokens=1)
-        state = (await server.http.get("/state")).json()
-        assert state["busy"] == {"cpu": 0.5, "disk": 0.25}
-        assert state["room"] == 2048 and state["policy"] == "resident"
+async def test_metrics_count_requests_and_tokens(server: Server) -> None:
+    await chat(server, max_tokens=3)
+    await server.http.get("/v2/" + "x" * 50)
+    text = (await server.http.get("/metrics")).text
+    assert "moesched_answer_tokens_total 3.0" in text
+    assert 'moesched_responses_total{path="/v1/chat/completions",status="200"} 1.0' in text
+    assert 'moesched_responses_total{path="other",status="404"} 1.0' in text
+    assert "moesched_time_to_first_token_seconds_count 1.0" in text
+    assert "moesched_time_per_token_seconds_count 1.0" in text
+    assert 'moesched_lane_busy_seconds{lane="disk"} 0.25' in text
 
-    answered(use)
+
+async def test_the_state_of_the_engine_is_told(server: Server) -> None:
+    await chat(server, max_tokens=1)
+    state = (await server.http.get("/state")).json()
+    assert state["busy"] == {"cpu": 0.5, "disk": 0.25}
+    assert state["room"] == 2048 and state["policy"] == "resident"

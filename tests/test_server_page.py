@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.speed._browser import missing, wait_for, window
-from fronts import SAYS, Server, answered, tiny_tokenizer
+from fronts import SAYS, front, tiny_tokenizer
 from moesched.server.front import PAGE
 from report_pages import PageElements
 from served_processes import server
@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 SCRIPT = PAGE.decode().partition("<script>")[2].partition("</script>")[0]
 
 
-def test_the_page_is_there_without_a_key_and_may_load_nothing() -> None:
-    async def use(server: Server) -> None:
+async def test_the_page_is_there_without_a_key_and_may_load_nothing() -> None:
+    async with front(key="secret") as server:
         response = await server.http.get("/", headers={})
         assert response.status_code == 200
         assert response.headers["content-security-policy"].startswith("default-src 'none'")
         assert response.content == PAGE
-
-    answered(use, key="secret")
 
 
 def test_the_page_names_no_other_address() -> None:

@@ -6,8 +6,9 @@ import asyncio
 import gc
 import json
 import signal
-import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -25,7 +26,6 @@ from moesched.server.link import EngineLink
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
 from moesched.server.serve import ServerCallbacks, listening, serve
-from moesched.system.own_loop import run_on_own_loop
 from served_processes import engine, server
 
 IGNORE = ServerCallbacks(lambda starting: None, lambda url, ready, notes: None, lambda answers: None)
@@ -87,44 +87,22 @@ def test_an_engine_that_cannot_be_understood_and_goes_on_is_ended() -> None:
         serve(TINY, FrontOptions(port=0), ["sh", "-c", r"printf '\377\377\377\377'; exec sleep 1000"], IGNORE)
 
 
-def test_an_engine_that_is_ended_before_it_is_ready_leaves_nothing_to_complain_of(
+async def test_an_engine_that_is_ended_before_it_is_ready_leaves_nothing_to_complain_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def end_early() -> None:
-        EngineLink(lambda data: None).end()
-        gc.collect()
-
-    run_on_own_loop(end_early)
+    EngineLink(lambda data: None).end()
+    gc.collect()
     assert caplog.messages == []
 
 
 # ---------------------------------------------------------------- addresses and keys
 
 
-def test_an_engine_that_ends_before_it_is_ready_leaves_no_error_behind() -> None:
-    unheard: list[object] = []
-
-    async def end() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
-        EngineLink(lambda data: None).end()
-        gc.collect()
-
-    run_on_own_loop(end)
-    assert not unheard
-
-
-def test_a_port_that_is_in_use_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+def test_a_port_is_taken_from_the_beginning() -> None:
+    with listening("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(BadInput, match=f"port {port}: Address already in use: give another --port"):
             with listening("127.0.0.1", port):
-                pass
-
-
-def test_a_port_is_taken_from_the_beginning() -> None:
-    with listening("127.0.0.1", 0) as taken:
-        with pytest.raises(BadInput, match="Address already in use"):
-            with listening("127.0.0.1", taken.getsockname()[1]):
                 pass
 
 
@@ -204,31 +182,21 @@ TOO_LONG = ApiError(413, "the body is too long").response()
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-def connected(
-    use: Callable[[Connect, ServerState], Awaitable[None]],
-    protocol: type[TimedProtocol] = TimedProtocol,
-    application: ASGIApp = long_answer,
-) -> None:
-    """Use connections to an application."""
-
-    async def whole() -> None:
-        config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none")
-        state = ServerState()
-        loop = asyncio.get_running_loop()
-        serving = await loop.create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
-        port = serving.sockets[0].getsockname()[1]
-
-        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            return await asyncio.open_connection("127.0.0.1", port)
-
-        try:
-            await use(connect, state)
-        finally:  # what stays open would keep uvloop from ending
-            serving.close()
-            for connection in state.connections:
-                connection.transport.abort()
-
-    run_on_own_loop(whole)
+@asynccontextmanager
+async def connected(
+    protocol: type[TimedProtocol] = TimedProtocol, application: ASGIApp = long_answer
+) -> AsyncIterator[tuple[Connect, ServerState]]:
+    """What connects to an application, and the state of its server."""
+    config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none")
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    serving = await loop.create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
+    try:
+        yield partial(asyncio.open_connection, *serving.sockets[0].getsockname()), state
+    finally:  # what stays open would keep uvloop from ending
+        serving.close()
+        for connection in state.connections:
+            connection.transport.abort()
 
 
 BEGINS = {
@@ -239,8 +207,8 @@ BEGINS = {
 
 
 @pytest.mark.parametrize("begin", BEGINS.values(), ids=BEGINS)
-def test_a_client_that_sends_no_whole_request_is_closed(begin: bytes) -> None:
-    async def use(connect: Connect, state: ServerState) -> None:
+async def test_a_client_that_sends_no_whole_request_is_closed(begin: bytes) -> None:
+    async with connected(HastyReader) as (connect, state):
         opened = []
         for _ in range(20):
             reader, writer = await connect()
@@ -250,8 +218,6 @@ def test_a_client_that_sends_no_whole_request_is_closed(begin: bytes) -> None:
             assert await reader.read() == b""
             writer.close()
         assert not state.connections
-
-    connected(use, HastyReader)
 
 
 NOT_HTTP = {
@@ -263,8 +229,8 @@ NOT_HTTP = {
 
 
 @pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
-def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
-    async def use(connect: Connect, state: ServerState) -> None:
+async def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
+    async with connected() as (connect, _):
         reader, writer = await connect()
         writer.write(sent)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -272,28 +238,18 @@ def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
         writer.close()
 
-    connected(use)
 
-
-def test_a_body_that_goes_wrong_closes_the_connection() -> None:
-    async def use(connect: Connect, state: ServerState) -> None:
+async def test_a_body_that_goes_wrong_closes_the_connection() -> None:
+    async with connected() as (connect, _):
         reader, writer = await connect()
         writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n")
         assert await reader.read() == b""
         writer.close()
 
-    connected(use)
-
 
 @pytest.mark.parametrize("more", [b"", b"\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
-def test_a_client_that_leaves_is_noticed_also_if_it_has_sent_more(more: bytes) -> None:
-    async def use(connect: Connect, state: ServerState) -> None:
-        _, writer = await connect()
-        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        await asked.wait()
-        writer.write(more)
-        writer.close()
-        await asyncio.wait_for(left.wait(), 5)
+async def test_a_client_that_leaves_is_noticed_also_if_it_has_sent_more(more: bytes) -> None:
+    asked, left = asyncio.Event(), asyncio.Event()
 
     async def until_it_leaves(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -301,12 +257,17 @@ def test_a_client_that_leaves_is_noticed_also_if_it_has_sent_more(more: bytes) -
         assert (await receive())["type"] == "http.disconnect"
         left.set()
 
-    asked, left = asyncio.Event(), asyncio.Event()
-    connected(use, application=until_it_leaves)
+    async with connected(application=until_it_leaves) as (connect, _):
+        _, writer = await connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asked.wait()
+        writer.write(more)
+        writer.close()
+        await asyncio.wait_for(left.wait(), 5)
 
 
-def test_a_client_that_does_not_read_is_closed() -> None:
-    async def use(connect: Connect, state: ServerState) -> None:
+async def test_a_client_that_does_not_read_is_closed() -> None:
+    async with connected(HastyWriter) as (connect, state):
         _, writer = await connect()
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         while not state.connections:
@@ -316,21 +277,17 @@ def test_a_client_that_does_not_read_is_closed() -> None:
             await asyncio.sleep(0.01)
         writer.close()
 
-    connected(use, HastyWriter)
 
-
-def test_a_client_that_reads_is_given_the_whole_answer() -> None:
-    async def use(connect: Connect, state: ServerState) -> None:
+async def test_a_client_that_reads_is_given_the_whole_answer() -> None:
+    async with connected() as (connect, _):
         reader, writer = await connect()
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).count(b"x") == PIECES * len(LONG)
         writer.close()
 
-    connected(use)
-
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["its answer read", "left before"])
-def test_a_connection_that_has_ended_leaves_nothing_to_the_garbage_collector(leaves: bool) -> None:
+async def test_a_connection_that_has_ended_leaves_nothing_to_the_garbage_collector(leaves: bool) -> None:
     made: list[ref[TimedProtocol]] = []
 
     class Watched(TimedProtocol):
@@ -338,20 +295,18 @@ def test_a_connection_that_has_ended_leaves_nothing_to_the_garbage_collector(lea
             super().__init__(*args, **keywords)
             made.append(ref(self))
 
-    async def use(connect: Connect, state: ServerState) -> None:
-        reader, writer = await connect()
-        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-        await (reader.readexactly(10) if leaves else reader.read())
-        writer.close()
-        await writer.wait_closed()
-        while state.connections or state.tasks:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert [each() for each in made] == [None]
-
     gc.disable()
     try:
-        connected(use, Watched)
+        async with connected(Watched) as (connect, state):
+            reader, writer = await connect()
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            await (reader.readexactly(10) if leaves else reader.read())
+            writer.close()
+            await writer.wait_closed()
+            while state.connections or state.tasks:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert [each() for each in made] == [None]
     finally:
         gc.enable()
 
@@ -368,10 +323,10 @@ LATE = {
 
 
 @pytest.mark.parametrize(("sent", "status", "says"), LATE.values(), ids=LATE)
-def test_a_client_that_sends_all_of_it_first_is_given_the_answer_that_came_before(
+async def test_a_client_that_sends_all_of_it_first_is_given_the_answer_that_came_before(
     sent: bytes, status: bytes, says: str
 ) -> None:
-    async def use(connect: Connect, state: ServerState) -> None:
+    async with connected(application=TOO_LONG) as (connect, _):
         reader, writer = await connect()
         writer.write(sent)
         await writer.drain()
@@ -379,8 +334,6 @@ def test_a_client_that_sends_all_of_it_first_is_given_the_answer_that_came_befor
         assert head.startswith(status)
         assert says in json.loads(body)["error"]["message"]
         writer.close()
-
-    connected(use, application=TOO_LONG)
 
 
 @pytest.mark.parametrize(
@@ -392,10 +345,10 @@ def test_a_client_that_sends_all_of_it_first_is_given_the_answer_that_came_befor
     ],
     ids=["its time", "the time of what is no HTTP", "its bytes"],
 )
-def test_a_client_that_has_its_answer_is_waited_for_within_limits(
+async def test_a_client_that_has_its_answer_is_waited_for_within_limits(
     protocol: type[TimedProtocol], sent: bytes, more: bytes
 ) -> None:
-    async def use(connect: Connect, state: ServerState) -> None:
+    async with connected(protocol, TOO_LONG) as (connect, state):
         reader, writer = await connect()
         writer.write(sent)
         assert (await reader.read()).startswith(b"HTTP/1.1 4")
@@ -407,5 +360,3 @@ def test_a_client_that_has_its_answer_is_waited_for_within_limits(
                 break
         assert not state.connections
         writer.close()
-
-    connected(use, protocol, TOO_LONG)

@@ -199,7 +199,7 @@ def test_the_kernel_rate_divides_the_speed_of_products_that_are_bound_by_computi
     seconds = {}
     for name in ("bf16", "q6_k"):
         amount = Operations(find_shape("mixtral-8x7b", name), "bfloat16").fetched_expert(100_000)
-        work = moesched.tasks.Work("expert", "gpu", *amount[:2], 100_000, amount.parts, amount.kernel_rate)
+        work = moesched.work.Work("expert", "gpu", *amount[:2], 100_000, amount.parts, amount.kernel_rate)
         seconds[name] = cost.work(work).seconds
     assert seconds["q6_k"] == pytest.approx(seconds["bf16"] / FORMATS["q6_k"].kernel_rate, rel=1e-3)
 

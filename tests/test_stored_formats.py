@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file, save_file
 
 import moesched
-from benchmarks.shared.random_models import hugging_face_logits
+from against_hugging_face import assert_near, generated
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate, same_bits
 from coded_checkpoints import decoded, decoded_model, random_blocks
 from moesched.devices.kernels.check import check_kernel
@@ -47,9 +47,9 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
-from moesched.tasks import Task
 from odd_models import CODED as MODEL
 from odd_models import OLMOE, PROMPTS
+from runs import Ended
 
 Q8_0 = STORED_FORMATS["q8_0"]
 
@@ -134,26 +134,13 @@ def test_logits_are_those_of_hugging_face_with_the_decoded_weights(
 ) -> None:
     config = MODEL.varied(2, intermediate=256, heads=4, head_dim=64, tied_embeddings=tied)
     folder = write_random_model(config, tmp_path / "coded", dtype="float32", stored_as=name)
-    checkpoint = open_checkpoint(folder)
-    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
-    ours = generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
-    model = decoded_model(folder, tmp_path / "decoded")
-    for prompt, tokens, logits_SV in zip(PROMPTS, ours.tokens, ours.logits_RSV, strict=True):
-        theirs_SV = hugging_face_logits(model, [*prompt, *tokens])[-5:-1]
-        assert (logits_SV - theirs_SV).abs().max() <= 1e-5 * theirs_SV.abs().max()
+    assert_near(decoded_model(folder, tmp_path / "decoded"), generated(folder), 1e-5)
 
 
 def test_every_page_size_gives_the_same_logits(tmp_path: Path) -> None:
     config = coded_as(MODEL.varied(layers=1, heads=4, head_dim=24), "q8_0")
-    checkpoint = open_checkpoint(write_random_model(config, tmp_path / "coded", dtype="float32"))
-    logits = []
-    for page_bytes in (None, 5_000):
-        layout = weight_layout(checkpoint.config, "float32", page_bytes)
-        device = TorchDevice(checkpoint, layout, keep_logits=True)
-        policy = make_policy("resident")
-        ran = generate(device, policy, ONE_MEMORY, PROMPTS, new_tokens=2, micro_batch_size=2)
-        logits.append(ran.logits_RSV)
-    assert same_bits(*logits)
+    folder = write_random_model(config, tmp_path / "coded", dtype="float32")
+    assert same_bits(*(generated(folder, page_bytes=each).logits_RSV for each in (None, 5_000)))
 
 
 def test_pages_and_their_sum_have_the_bytes_of_the_file(folder: Path) -> None:
@@ -260,23 +247,13 @@ def test_layers_whose_formats_differ_have_pages_of_their_own() -> None:
         assert nbytes == Operations(config, "bfloat16", kind=config.pattern[layer]).expert_bytes
 
 
-class Experts:
-    """An observer that keeps the tasks of experts."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-
-    def ended(self, task: Task) -> None:
-        if task.verb == "run_expert":
-            self.tasks.append(task)
-
-
 def test_an_expert_costs_the_bytes_that_it_has_in_its_layer() -> None:
-    layout, policy, ran = weight_layout(MODEL, "bfloat16"), make_policy("expert_streaming"), Experts()
+    layout, policy, ran = weight_layout(MODEL, "bfloat16"), make_policy("expert_streaming"), Ended()
     plan = plan_run(TWO_MEMORIES, layout, split_batch([3] * 4, 2, 4), policy)
     simulate(plan, policy, observers=[ran])
-    assert {task.layer for task in ran.tasks} == {*range(MODEL.layers)}
-    for task in ran.tasks:
+    experts = [task for task in ran.tasks if task.verb == "run_expert"]
+    assert {task.layer for task in experts} == {*range(MODEL.layers)}
+    for task in experts:
         stored = sum(extent.nbytes for page in layout.expert(task.layer, 0) for extent in page.extents)
         assert {part.size for part in task.work.parts} == {stored}
 

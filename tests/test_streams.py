@@ -12,7 +12,8 @@ import pytest
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.errors import TaskCancelled, TaskFailed
-from moesched.tasks import DONE, Block, HostKernel, Kernel, Lane, PageTransfer, Task, Work
+from moesched.tasks import DONE, Block, HostKernel, Kernel, Lane, PageTransfer, Task
+from moesched.work import Work
 from streams import FakeStreams, Operation
 
 WORK = Work("test", "gpu")

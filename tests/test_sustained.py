@@ -29,7 +29,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.contention import lanes_contend
-from moesched.tasks import Work, WorkPart
+from moesched.work import Work, WorkPart
 from runs import Ended
 
 T4 = load_machine("t4")

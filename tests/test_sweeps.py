@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from commands import RUN_KEYS, in_one_line, refused
+from commands import RUN_KEYS, refused
 from moesched.errors import BadInput
 from moesched.jobs.report import JobReport
 from moesched.jobs.simulate_model import simulate_model, simulate_scenario
@@ -115,13 +116,9 @@ def test_a_sweep_whose_points_all_fail_tells_the_first_reason_and_ends_early(
     assert len(tried) == TRIED_FIRST and max(tried) > 40, "points from all parts"
 
 
-def test_an_unwritable_picture_is_refused_before_the_first_point(command: Any, tmp_path: Path) -> None:
-    said = command(
-        *SHORT, "--policy", "resident", "--out", tmp_path / "x.jsonl", "--plot", tmp_path / "no" / "x.png"
-    )
-    assert said.code == 2
-    in_one_line(said, "cannot write picture .*: make its folder first")
-    assert not (tmp_path / "x.jsonl").exists()
+def test_an_input_whose_name_is_no_text_is_refused(command: Any) -> None:
+    said = command(*SHORT, "--policy", "resident", "--machine", os.fsdecode(b"\xff.toml"))
+    refused(said, r"--machine '\\udcff\.toml' is not UTF-8, as results are: rename the file")
 
 
 # -- axes, points, keys, files and figures ---------------------------------------------------------
@@ -246,7 +243,8 @@ def test_contents_count_and_not_only_names(tmp_path: Path) -> None:
     policy, machine, workload = (tmp_path / name for name in ("p.py", "m.toml", "w.toml"))
     (tmp_path / "helper.py").write_text("AHEAD = 1\n")
     policy.write_text(
-        "import helper\nfrom moesched.policies.cgopipe import CGOPipe\nclass Mine(CGOPipe): pass\n"
+        "try: from . import helper\nexcept ImportError: import helper\n"
+        "from moesched.policies.cgopipe import CGOPipe\nclass Mine(CGOPipe): pass\n"
     )
     machine.write_text((Path(__file__).parents[1] / "moesched/machines/t4.toml").read_text())
     workload.write_text('name = "short"\nnew_tokens = [2]\nprompt_tokens = [3, 9]\n')

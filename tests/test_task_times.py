@@ -17,7 +17,8 @@ from moesched.machines import (
 )
 from moesched.models.operations import Operations
 from moesched.models.tensor_sizes import ResidentShare
-from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work, WorkPart
+from moesched.tasks import Kernel, Lane, PageTransfer, Task
+from moesched.work import Work, WorkPart
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, head_dim=8, vocabulary=64)
 FEW = RunKey(MODEL, "bfloat16", 0)

@@ -38,8 +38,9 @@ from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.runs.virtual_run import VirtualRun
 from moesched.steps.plan import Plan
-from moesched.tasks import DONE, Lane, Task, Work
+from moesched.tasks import DONE, Lane, Task
 from moesched.trace import Recorder, Slice
+from moesched.work import Work
 from small_models import SMALL
 
 POLICIES = [

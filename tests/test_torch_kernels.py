@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from against_hugging_face import STEPS, assert_same_tokens
 from benchmarks.shared.random_models import (
-    DECISIVE,
-    hugging_face_logits,
     mixtral,
     prompts_of,
     random_mixtral,
 )
+from benchmarks.shared.small_runs import Generated
+from exact_attention import exact_attention
 from moesched.devices.kernels import attention_functions, expert_functions, functions, qkv_functions
 from moesched.devices.kernels.attention_functions import KVView
 from moesched.devices.products.linear import expert_ffn, linear
@@ -29,31 +29,16 @@ from reference import Reference, cut_in_three, generate, whole
 
 Tensor = torch.Tensor
 
-STEPS = 6
-
-
-def assert_same_tokens(model: Any, directory: Path, **options: Any) -> None:
-    """Greedy tokens equal Hugging Face's wherever its choice is decisive."""
-    model.save_pretrained(directory)
-    prompts = prompts_of(model.config.vocab_size)
-    chosen, logits_PSV = generate(Reference(directory, **options), prompts, STEPS)
-    decisive = 0
-    for sequence, (prompt, tokens) in enumerate(zip(prompts, chosen, strict=True)):
-        expected = hugging_face_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
-        assert torch.allclose(logits_PSV[:, sequence], expected, atol=2e-4, rtol=1e-3)
-        first, second = expected.topk(2, dim=-1).values.unbind(-1)
-        clear = first - second > DECISIVE
-        decisive += int(clear.sum())
-        assert torch.equal(expected.argmax(-1)[clear], torch.tensor(tokens)[clear])
-    assert decisive > 0.9 * len(prompts) * STEPS
-
-
 # ---------------------------------------------------------------- Hugging Face, float32
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_equal_those_of_a_random_mixtral(tmp_path: Path, seed: int) -> None:
-    assert_same_tokens(random_mixtral(seed), tmp_path, cut=whole if seed % 2 else cut_in_three)
+    model = random_mixtral(seed)
+    model.save_pretrained(tmp_path)
+    reference = Reference(tmp_path, cut=whole if seed % 2 else cut_in_three)
+    tokens, logits_PSV = generate(reference, prompts_of(model.config.vocab_size), STEPS)
+    assert_same_tokens(model, Generated(tokens, logits_PSV.transpose(0, 1), streamed_pages=0))
 
 
 def test_fused_and_sharded_checkpoints_give_the_same_bits(tmp_path: Path) -> None:
@@ -71,9 +56,6 @@ def test_fused_and_sharded_checkpoints_give_the_same_bits(tmp_path: Path) -> Non
         assert torch.equal(logits, results[0][1])
 
 
-# ---------------------------------------------------------------- Hugging Face, bfloat16
-
-
 # ---------------------------------------------------------------- however the work is cut and ordered
 
 
@@ -88,7 +70,7 @@ def test_a_prompt_in_chunks_is_the_prompt(window: int | None, chunks: list[int])
         view = KVView(k[None, :stop], v[None, :stop], chunk)
         parts.append(attention_functions.attention(q[start:stop], [view], window))
         start = stop
-    assert torch.allclose(torch.cat(parts), plain_attention(q, k, v, window), atol=1e-6)
+    assert torch.allclose(torch.cat(parts), exact_attention(q, k, v, window).float(), atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -97,19 +79,7 @@ def test_attention_over_more_queries_than_a_tile(window: int | None) -> None:
     tokens, past = QUERY_TILE + 90, 60
     q, k, v = torch.randn(tokens, 2, 4), torch.randn(tokens + past, 1, 4), torch.randn(tokens + past, 1, 4)
     out = attention_functions.attention(q, [KVView(k[None], v[None], tokens)], window)
-    everything = torch.cat((torch.zeros(past, 2, 4), q))
-    assert torch.allclose(out, plain_attention(everything, k, v, window)[past:], atol=1e-5)
-
-
-def plain_attention(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None) -> Tensor:
-    """Attention as the textbook has it, with every key-value head repeated and a full mask."""
-    tokens, heads, head_dim = q_THd.shape
-    k_THd, v_THd = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k_TKd, v_TKd))
-    scores = torch.einsum("thd,shd->hts", q_THd, k_THd) / head_dim**0.5
-    t, s = torch.arange(tokens)[:, None], torch.arange(tokens)
-    seen = (s <= t) & (s > t - (window or tokens))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hts,shd->thd", weights, v_THd).reshape(tokens, -1)
+    assert torch.allclose(out, exact_attention(q, k, v, window).float(), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -29,6 +29,7 @@ from moesched.trace import (
 )
 from runs import Run, realtime_run, staged_run, virtual_run
 from traces import (
+    by_hand,
     edges_of,
     events_of,
     kept,
@@ -199,14 +200,9 @@ def test_a_task_lists_all_that_it_depends_on_and_has_an_arrow_from_the_last_of_e
 
 
 def test_the_critical_path_says_what_each_task_waited_for_last() -> None:
-    def graph(engine: Engine) -> None:
-        copies, gpu = engine.lanes
-        slot, result = Block("slot"), Block("result")
-        engine.submit(task(gpu, "short", 10))
-        engine.submit(task(copies, "fetch", 50), (), (slot,))
-        engine.submit(task(gpu, "first", 20), (slot,), (result,))
-        engine.submit(task(gpu, "second", 5), (), (Block("another"),), after=())
-
+    graph = by_hand(
+        "gpu: short 10; copies: fetch 50 writes s; gpu: first 20 reads s writes r; gpu: second 5 writes a"
+    )
     recording = run_graph(graph, ["copies", "gpu"], "in_order")
     hops = critical_path(recording)
     assert [(hop.slice.task.verb, hop.wait.why, hop.gap) for hop in hops] == [
@@ -381,5 +377,6 @@ def test_a_kind_of_tasks_may_last_nothing(command: Any, streamed_trace: Path, ot
             if each["name"].split()[0] == name:
                 each["dur"] = NOTHING
     assert command("explain", other).code == 0
+    both = other.with_name("both.json")
     for pair in ((streamed_trace, other), (other, streamed_trace)):
-        assert command("compare", *pair).code == 0
+        assert command("compare", *pair, "--trace", both).code == 0

@@ -17,7 +17,7 @@ from moesched.policies.layer_streaming import LayerStreaming
 from moesched.runs.simulation import simulate
 from moesched.steps.model_pages import describe_all
 from moesched.steps.step import Step
-from moesched.tasks import Lane, PageTransfer, Work
+from moesched.tasks import Lane, PageTransfer
 from moesched.trace import (
     About,
     LastSteps,
@@ -28,6 +28,7 @@ from moesched.trace import (
     summarize,
     write_trace,
 )
+from moesched.work import Work
 from runs import FORTY_PERCENT, Run, make_plan, realtime_run, virtual_run
 from traces import events_of, kept, rewritten, run_graph, run_ranks, task
 

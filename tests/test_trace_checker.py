@@ -126,6 +126,10 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
         change_first("M", "thread_sort_index", name="other"),
         "track 1 of process 1 has no thread_sort_index",
     ),
+    "a track at no number": (
+        change_first("M", "thread_sort_index", args={"sort_index": "first"}),
+        "track 1 of process 1: sort_index is 'first', not a whole number",
+    ),
     "tracks out of order": (swap_tids, "tids are not in the order"),
     "an overlap": (change(3, dur=msgspec.Raw(b"99999999.000")), "before load"),
     "a flow that starts nowhere": (
@@ -212,6 +216,10 @@ REFUSED: dict[str, tuple[Callable[[list[Event]], object], str]] = {
     ),
     "a dependency on a text": (depend("0"), r"Expected `int`, got `str` - at `\$.depends_on\[0\]`"),
     "a task twice": (repeat_a_task, "task [0-9]+ of rank 0 has several slices"),
+    "endless work": (
+        lambda events: slices_of(events)[3]["args"].update(FLOP=1e308),
+        r"Expected `float` <= 1e\+30 - at `\$.FLOP`",
+    ),
 }
 
 

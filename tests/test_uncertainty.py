@@ -36,9 +36,9 @@ from moesched.requests.batch import split_batch
 from moesched.runs.listeners import Listener
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
-from moesched.tasks import Work, WorkPart
 from moesched.testing import Case
 from moesched.units import format_token_rate
+from moesched.work import Work, WorkPart
 
 T4 = load_machine("t4")
 LAYOUT = weight_layout(find_shape("mixtral-8x7b"))

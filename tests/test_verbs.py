@@ -15,7 +15,7 @@ from moesched.steps import step
 from moesched.steps.plan import Plan
 from moesched.steps.verbs.page import TABLE, overview, page
 from moesched.steps.verbs.table import VERBS, paths, picture
-from moesched.tasks import Kernel, Lane, Work
+from moesched.tasks import Kernel, Lane
 from moesched.testing import Case, run_on_symbols
 from moesched.testing.symbolic import SymbolicDevice
 from moesched.testing.symbolic.attention import Attention
@@ -23,6 +23,7 @@ from moesched.testing.symbolic.batch import SymbolicBatch
 from moesched.testing.symbolic.exchanges import Board
 from moesched.testing.symbolic.experts import Experts
 from moesched.testing.symbolic.verbs import verbs_of
+from moesched.work import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 REMEDY = "run python -m moesched.steps.verbs.page docs"

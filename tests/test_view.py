@@ -174,22 +174,9 @@ def test_a_run_without_decode_steps_is_shown_whole(tmp_path: Path) -> None:
         assert "visStart" not in opened(viewer)
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (b'{"traceEvents": []}', "is not a trace of moesched"),
-        (b'{"traceEvents": [{"ph": "X"', "is not a trace of moesched"),
-        (
-            b'{"traceEvents": [], "otherData": {"format": "moesched trace 1", "tasks": 0, "edges": 0}}',
-            "its format is 'moesched trace 1', not .*: record it again",
-        ),
-    ],
-)
-def test_what_is_no_trace_of_this_version_is_refused(
-    text: bytes, told: str, command: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "trace.json").write_bytes(text)
-    refused(command("view", tmp_path / "trace.json", "--no-open"), told)
+def test_what_is_no_trace_of_this_version_is_refused(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    refused(command("view", tmp_path / "trace.json", "--no-open"), "is not a trace of moesched")
 
 
 def test_without_the_extra_one_line_says_how_to_install_it(

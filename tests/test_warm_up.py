@@ -21,7 +21,8 @@ from moesched.runs.hardware import run
 from moesched.runs.outcome import Report
 from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
-from moesched.tasks import Lane, PageTransfer, Task, Work
+from moesched.tasks import Lane, PageTransfer, Task
+from moesched.work import Work
 from odd_models import MIXTRAL, PROMPTS, layout_of
 
 LATER = {"copy_", "to", "__getitem__", "split", "new_empty"}

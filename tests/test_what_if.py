@@ -17,11 +17,10 @@ from moesched.machines import load_machine
 from moesched.machines.changes import changed
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
-from moesched.tasks import Block
 from moesched.trace import About, Recorder, Recording, read_trace, write_trace
 from runs import FORTY_PERCENT, make_plan, realtime_run
 from tables import table
-from traces import run_graph, task, timetable
+from traces import by_hand, run_graph, timetable
 
 FIXED = ("layer_streaming", "cgopipe", "flexgen", "flexgen_cpu")
 DECIDING = ("expert_cache", "lru_offload", "twiddler")
@@ -72,14 +71,8 @@ def test_a_policy_that_decides_gets_the_right_sign(policy: str) -> None:
 
 
 def test_kernels_take_a_share_of_their_time_and_hide_behind_what_is_slower() -> None:
-    def graph(engine: Any) -> None:
-        link, gpu = engine.lanes
-        for _ in range(4):
-            page = Block("page")
-            engine.submit(task(link, "fetch", 1000), (), (page,))
-            engine.submit(task(gpu, "kernel", 400), (page,))
-
-    recording = run_graph(graph, ["link", "gpu"], "in_order")
+    graph = "; ".join(f"link: fetch 1000 writes {page}; gpu: kernel 400 reads {page}" for page in "abcd")
+    recording = run_graph(by_hand(graph), ["link", "gpu"], "in_order")
     half, both, slow = what_if(
         recording, ["kernel kernel x0.5", "kernel kernel x0.5, kernel fetch x0.5", "link link x0.5"]
     )

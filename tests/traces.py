@@ -14,8 +14,9 @@ import msgspec
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import TaskFailed
+from moesched.models.layout import Page
 from moesched.seams import Demand
-from moesched.tasks import Block, Collective, Kernel, Lane, Work
+from moesched.tasks import Block, Collective, Kernel, Lane, PageTransfer
 from moesched.trace import (
     About,
     LaneName,
@@ -28,6 +29,7 @@ from moesched.trace import (
     read_trace,
     write_trace,
 )
+from moesched.work import Work
 
 Event = dict[str, Any]
 
@@ -48,16 +50,45 @@ def task(lane: Lane, verb: str, nanoseconds: int = 1, step: int = -1) -> Kernel:
     return Kernel(lane, work, verb, step=step, generated=step, start=0, end=nanoseconds)
 
 
+def by_hand(graph: str) -> Callable[[Engine], None]:
+    """A graph such as `link: fetch 30 writes w; gpu: kernel 20 reads w`, whose blocks have names of one letter.
+
+    A fetch moves a page of weights.
+    """
+
+    def submit(engine: Engine) -> None:
+        lanes = {lane.name: lane for lane in engine.lanes}
+        blocks: dict[str, Block] = {}
+        for lane, verb, nanoseconds, *more in (each.split() for each in graph.split(";")):
+            given = dict(zip(more[::2], more[1::2], strict=True))
+            reads, writes = (
+                [blocks.setdefault(name, Block(name)) for name in given.get(how, "")]
+                for how in ("reads", "writes")
+            )
+            make = fetch if verb == "fetch" else task
+            engine.submit(make(lanes[lane[:-1]], verb, int(nanoseconds)), reads, writes)
+
+    return submit
+
+
+def fetch(link: Lane, verb: str, nanoseconds: int) -> PageTransfer:
+    """A transfer of a page of weights."""
+    work = Work("transfer", link.name, nanoseconds=nanoseconds)
+    return PageTransfer(link, work, verb, pages=(Page(0, 0, -1, 0, (), 64),))
+
+
 def run_graph(
     graph: Callable[[Engine], object], lanes: list[str], discipline: Any = "ready_first", perform: Any = None
 ) -> Recording:
-    """Run what `graph` submits on the virtual clock."""
+    """Run what `graph` submits on the virtual clock; it may be asynchronous, and await."""
     engine = Engine([Lane(name, discipline) for name in lanes])
     recorder = Recorder()
     recorder.watch(engine)
 
     async def main() -> None:
-        graph(engine)
+        running = graph(engine)
+        if isinstance(running, Coroutine):
+            await running
 
     run_ranks([engine], recorder, main(), perform=perform)
     return recorder.recording()

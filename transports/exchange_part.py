@@ -12,6 +12,7 @@ import zmq
 
 from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
+from moesched.system.plain_text import plain_text
 
 from .frames import NAMES, NOTHING, PIECES, Frame, Kind, pack
 from .listener import Message
@@ -124,7 +125,7 @@ class ExchangePart:
         """Tell the other ranks that this rank gives up the exchange, the reason, and the ranks that it has lost."""
         self._told = True
         values = np.array(list(lost), np.int64)
-        frame = self._frame(Kind.ABANDON, values, reason)
+        frame = self._frame(Kind.ABANDON, values, plain_text(reason))
         here = [rank for rank in self._state.others if not is_gone(self._state, rank)]
         self._tell(here, frame, time.monotonic() + min(TELL_SECONDS, self._state.timeout_seconds))
 

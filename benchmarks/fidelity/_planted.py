@@ -13,7 +13,8 @@ from moesched.policies.layer_streaming import LayerStreaming
 from moesched.seams import CostModel, Demand
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
-from moesched.tasks import Task, Work
+from moesched.tasks import Task
+from moesched.work import Work
 
 
 class OneLayer(LayerStreaming):

@@ -11,7 +11,8 @@ import torch
 from moesched.devices.lagging.device import LaggingGpu
 from moesched.devices.lagging.tensors import DEVICE_TYPE
 from moesched.devices.torch.cuda_streams import CudaStreams, CudaTask
-from moesched.tasks import Kernel, Lane, Task, Work
+from moesched.tasks import Kernel, Lane, Task
+from moesched.work import Work
 
 READING = 300
 """Nanoseconds that it takes to read the host's clock."""

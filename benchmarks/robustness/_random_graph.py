@@ -12,85 +12,59 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from itertools import count
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from benchmarks.robustness._random_program import GARBAGE, TYPES, Rank, Record, Trouble, digest
+from benchmarks.robustness._random_program import (
+    GARBAGE,
+    TYPES,
+    RandomRun,
+    Rank,
+    Record,
+    Shape,
+    Trouble,
+    digest,
+)
 from benchmarks.robustness._random_verdict import Verdict, judge
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import Demand, Exchange
-from moesched.tasks import (
-    Collective,
-    Discipline,
-    Lane,
-    Task,
-    Work,
-)
+from moesched.tasks import Collective, Lane, Task
 from moesched.transports.inproc import InprocTransport
+from moesched.work import Work
 from streams import FakeStreams
-
-OTHER_KINDS = ("thread", "guest", "loop", "awaitable", "stream", "stream")
-"""Lanes but the first, which is a worker thread."""
-
-
-class Shape(NamedTuple):
-    """Kind of run.
-
-    Attributes:
-        real: on worker threads, rather than on the virtual clock.
-        troubled: with task failures, cancellations, ranks that give up, interruptions.
-    """
-
-    real: bool
-    ranks: int
-    troubled: bool
 
 
 def run_graph(choose: Random, shape: Shape) -> Verdict:
     """Run one random graph to its end and judge it."""
-    graph = Graph(choose, shape)
-    graph.run()
-    return judge(graph)
+    run = RandomRun(choose, shape)
+    Graph(run).run()
+    return judge(run)
 
 
 class Graph:
     """One program for each rank, and the machine that they run on.
 
     Args:
-        choose: makes all choices.
-        shape: what kind of run it is.
+        run: the choices that the ranks share; gets their programs and tasks.
     """
 
-    def __init__(self, choose: Random, shape: Shape) -> None:
-        self.choose = choose
-        self.shape = shape
-        self.halts = shape.troubled and choose.random() < 0.4
-        self.interrupts = shape.troubled and shape.real and choose.random() < 0.15
-        self.interrupted = False
-        self.interrupt: Callable[[], object] = lambda: None
-        self.records: dict[Task, Record] = {}
-        self.secrets = [choose.randrange(1000) for _ in range(choose.randint(0, 6))]
-        """One number for each collective, the same on all ranks."""
+    def __init__(self, run: RandomRun) -> None:
+        self.shared = run
+        choose, shape = run.choose, run.shape
         self.transport = InprocTransport(shape.ranks, timeout_seconds=30)
         self.ticks = count()
         self.now: Callable[[], int] = lambda: next(self.ticks)
-        disciplines: tuple[Discipline, ...] = ("in_order", "ready_first")
-        ways = [choose.choice(disciplines) for _ in range(choose.randint(1, 5))]
-        self.kinds: dict[str, Any] = {
-            f"lane {n}": choose.choice(OTHER_KINDS) if n else "thread" for n in range(len(ways))
-        }
         make = CheckedSharedEngine if shape.real else CheckedEngine
-        self.ranks: list[Rank] = []
         for number in range(shape.ranks):
             lanes = []
-            for (name, kind), way in zip(self.kinds.items(), ways, strict=True):
+            for (name, kind), way in zip(run.kinds.items(), run.ways, strict=True):
                 domain = f"device {number}" if kind == "stream" else None
                 lanes.append(Lane(name, way, domain=domain, depth=choose.randint(1, 3)))
-            self.ranks.append(Rank(self, number, make(lanes, halt_on_failure=self.halts)))
+            run.ranks.append(Rank(run, number, make(lanes, halt_on_failure=run.halts)))
         self._reduced: dict[int, int] = {}
 
     def run(self) -> None:
@@ -99,37 +73,37 @@ class Graph:
         Raises:
             what is no part of the game.
         """
-        mains = [rank.main() for rank in self.ranks]
+        mains = [rank.main() for rank in self.shared.ranks]
         try:
-            if self.shape.real:
+            if self.shared.shape.real:
                 asyncio.run(self._run_real(mains))
             else:
                 self._run_virtual(mains)
         except (Trouble, PolicyError, TaskFailed, TaskCancelled):
-            if not self.shape.troubled:
+            if not self.shared.shape.troubled:
                 raise
 
     def _run_virtual(self, mains: list[Coroutine[Task, Any, None]]) -> None:
         driver = VirtualDriver(
-            [rank.engine for rank in self.ranks],
-            RandomCost(self.choose.randrange(1000)),
-            sharing=self.choose.random() < 0.5,
+            [rank.engine for rank in self.shared.ranks],
+            RandomCost(self.shared.choose.randrange(1000)),
+            sharing=self.shared.choose.random() < 0.5,
             perform=dict.fromkeys((*TYPES, Collective), self.execute),
         )
         self.now = lambda: driver.now
         driver.run(*mains)
 
     async def _run_real(self, mains: list[Coroutine[Task, Any, None]]) -> None:
-        engines = [rank.engine for rank in self.ranks if isinstance(rank.engine, CheckedSharedEngine)]
+        engines = [rank.engine for rank in self.shared.ranks if isinstance(rank.engine, CheckedSharedEngine)]
         streams = FakeStreams(self.execute)
-        driver = RealtimeDriver(engines, self.execute, kinds=self.kinds, streams=streams)
+        driver = RealtimeDriver(engines, self.execute, kinds=self.shared.kinds, streams=streams)
         running = asyncio.current_task()
         assert running is not None
-        self.interrupt = running.cancel
+        self.shared.interrupt = running.cancel
         try:
             await driver.run(*mains)
         except asyncio.CancelledError:
-            self.interrupted = True
+            self.shared.interrupted = True
         finally:
             streams.close()
 
@@ -137,20 +111,20 @@ class Graph:
 
     def execute(self, task: Task) -> Any:
         """Run a task of any rank on what lies in its storage now."""
-        record = self.records[task]
+        record = self.shared.records[task]
         record.start = task.start if task.end >= 0 else next(self.ticks)
-        if self.shape.real and self.kinds[task.lane.name] == "awaitable":
-            return self._run_later(record)
-        return self._run(record)
+        if self.shared.shape.real and self.shared.kinds[task.lane.name] == "awaitable":
+            return self._perform_later(record)
+        return self._perform(record)
 
-    async def _run_later(self, record: Record) -> int:
+    async def _perform_later(self, record: Record) -> int:
         await asyncio.sleep(0)
-        return self._run(record)
+        return self._perform(record)
 
-    def _run(self, record: Record) -> int:
+    def _perform(self, record: Record) -> int:
         task, cells = record.task, record.rank.cells
         found = [cells[block] for block in record.reads]
-        if isinstance(task, Collective) and not self.shape.real and task.ticket not in self._reduced:
+        if isinstance(task, Collective) and not self.shared.shape.real and task.ticket not in self._reduced:
             self._reduced[task.ticket] = self._reduce(task.ticket)
         for block in record.writes:
             cells[block] = GARBAGE
@@ -168,9 +142,9 @@ class Graph:
             record.end = task.end if task.end >= 0 else next(self.ticks)
 
     def _fail(self, task: Task) -> None:
-        if isinstance(task, Collective) and self.shape.real:
+        if isinstance(task, Collective) and self.shared.shape.real:
             exchange = Exchange(task.ticket, task.signature)
-            self.transport.abandon(self.records[task].rank.number, exchange, "it was told to fail")
+            self.transport.abandon(self.shared.records[task].rank.number, exchange, "it was told to fail")
         raise Trouble(f"{task.label} was told to fail")
 
     def _compute(self, record: Record, found: list[int]) -> int:
@@ -179,8 +153,8 @@ class Graph:
             for _ in range(record.spins):
                 digest(0)
             return digest(rank.number, task.id, *found)
-        if self.shape.real:
-            part = np.zeros(len(self.ranks), np.int64)
+        if self.shared.shape.real:
+            part = np.zeros(len(self.shared.ranks), np.int64)
             part[rank.number] = digest(*found)
             total = self.transport.all_reduce(rank.number, Exchange(task.ticket, task.signature), part)
             return digest(task.ticket, *total.tolist())
@@ -188,7 +162,7 @@ class Graph:
 
     def _reduce(self, ticket: int) -> int:
         """A collective's value on the virtual clock, where the first rank to end finds the inputs of all in place."""
-        parts = [rank.parts[ticket] for rank in self.ranks]
+        parts = [rank.parts[ticket] for rank in self.shared.ranks]
         return digest(ticket, *(digest(*(part.rank.cells[block] for block in part.reads)) for part in parts))
 
 

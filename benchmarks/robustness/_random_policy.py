@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from benchmarks.robustness._random_graph import Shape
+from benchmarks.robustness._random_program import Shape
 from benchmarks.robustness._random_verdict import Problem, Verdict
 from moesched.errors import BadInput, TaskCancelled, TaskFailed
 from moesched.plugins import make_policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from moesched.drivers.validation import CheckedEngine
 from moesched.errors import NotResident, PolicyError, TaskCancelled, TaskFailed
@@ -13,23 +13,13 @@ from moesched.models.layout import Page
 from moesched.steps.memory import Memory, Pool, Slot, held_slots
 from moesched.steps.pool_counts import FETCHED
 from moesched.steps.views import Views
-from moesched.tasks import (
-    Block,
-    Collective,
-    Decision,
-    HostKernel,
-    Kernel,
-    PageTransfer,
-    Task,
-    Work,
-)
-
-if TYPE_CHECKING:
-    from benchmarks.robustness._random_graph import Graph
-
+from moesched.tasks import Block, Collective, Decision, Discipline, HostKernel, Kernel, PageTransfer, Task
+from moesched.work import Work
 
 TYPES: tuple[type[Task], ...] = (Kernel, HostKernel, PageTransfer, Decision)
 
+OTHER_KINDS = ("thread", "guest", "loop", "awaitable", "stream", "stream")
+"""Lanes but the first, which is a worker thread."""
 
 GARBAGE = -1
 """Value in storage that a task is overwriting, and in what a failed task left behind."""
@@ -57,15 +47,55 @@ class Record:
         self.expected = GARBAGE
 
 
+class Shape(NamedTuple):
+    """Kind of run.
+
+    Attributes:
+        real: on worker threads, rather than on the virtual clock.
+        troubled: with task failures, cancellations, ranks that give up, interruptions.
+    """
+
+    real: bool
+    ranks: int
+    troubled: bool
+
+
+class RandomRun:
+    """The choices that all ranks of a run share, and what became of it.
+
+    Args:
+        choose: makes all choices.
+        shape: what kind of run it is.
+    """
+
+    def __init__(self, choose: Random, shape: Shape) -> None:
+        self.choose = choose
+        self.shape = shape
+        self.halts = shape.troubled and choose.random() < 0.4
+        self.interrupts = shape.troubled and shape.real and choose.random() < 0.15
+        self.interrupted = False
+        self.interrupt: Callable[[], object] = lambda: None
+        self.secrets = [choose.randrange(1000) for _ in range(choose.randint(0, 6))]
+        """One number for each collective, the same on all ranks."""
+        disciplines: tuple[Discipline, ...] = ("in_order", "ready_first")
+        self.ways = [choose.choice(disciplines) for _ in range(choose.randint(1, 5))]
+        """The discipline of each lane."""
+        self.kinds: dict[str, Any] = {
+            f"lane {n}": choose.choice(OTHER_KINDS) if n else "thread" for n in range(len(self.ways))
+        }
+        self.ranks: list[Rank] = []
+        self.records: dict[Task, Record] = {}
+
+
 class Rank:
     """One rank's program, and the storage that its tasks work on."""
 
-    def __init__(self, graph: Graph, number: int, engine: CheckedEngine) -> None:
-        self.graph = graph
+    def __init__(self, run: RandomRun, number: int, engine: CheckedEngine) -> None:
+        self.run = run
         self.number = number
         self.engine = engine
         # On threads, ranks go on in an order that no seed decides: each needs choices of its own.
-        choose = self.choose = Random(graph.choose.randrange(10**9)) if graph.shape.real else graph.choose
+        choose = self.choose = Random(run.choose.randrange(10**9)) if run.shape.real else run.choose
         self.records: list[Record] = []
         self.parts: list[Record] = []
         self.awaited: list[tuple[Record, int]] = []
@@ -79,10 +109,10 @@ class Rank:
         self.pool.reserve()
         self.views: Views[Any] = Views(home, lambda key: tuple(self.pages[n] for n in key))
         engine.watch([home], [self.pool], [self.views])
-        self._secrets = list(graph.secrets)
+        self._secrets = list(run.secrets)
         self._statements: list[Callable[[], None]] = [self.compute] * 8 + [self.make, self.read_pages] * 3
         self._statements += [self.drop, self.move_pages, self.move_pages, self.promote]
-        self._statements += [self.cancel] * graph.shape.troubled
+        self._statements += [self.cancel] * run.shape.troubled
 
     async def main(self) -> None:
         """The program."""
@@ -93,14 +123,14 @@ class Rank:
             raise
 
     async def _main(self) -> None:
-        choose, graph = self.choose, self.graph
+        choose, run = self.choose, self.run
         length = choose.randint(5, 60)
-        meetings = sorted(choose.randrange(length) for _ in graph.secrets)
-        end = choose.randrange(length) if graph.shape.troubled and choose.random() < 0.1 else length
-        interrupts = choose.randrange(length) if graph.interrupts and not self.number else -1
+        meetings = sorted(choose.randrange(length) for _ in run.secrets)
+        end = choose.randrange(length) if run.shape.troubled and choose.random() < 0.1 else length
+        interrupts = choose.randrange(length) if run.interrupts and not self.number else -1
         for line in range(end):
             if line == interrupts:
-                graph.interrupt()
+                run.interrupt()
             choose.choice(self._statements)()
             for _ in range(meetings.count(line)):
                 self.meet()
@@ -114,7 +144,7 @@ class Rank:
         try:
             self.awaited.append((record, await record.task))
         except (TaskFailed, TaskCancelled):
-            if self.graph.halts and self.choose.random() < 0.5:
+            if self.run.halts and self.choose.random() < 0.5:
                 raise
 
     # -- statements ---------------------------------------------------------------------------------
@@ -166,12 +196,12 @@ class Rank:
         secret = self._secrets.pop(0)
         if not self.live:
             self.make()
-        lanes = [lane for lane in self.engine.lanes if self.graph.kinds[lane.name] == "thread"]
+        lanes = [lane for lane in self.engine.lanes if self.run.kinds[lane.name] == "thread"]
         task = Collective(lanes[secret % len(lanes)], self._work(), "all_reduce")
-        differs = self.graph.shape.troubled and self.choose.random() < 0.05
+        differs = self.run.shape.troubled and self.choose.random() < 0.05
         task.signature = f"all_reduce {secret}{' of something else' if differs else ''}"
         record = self._record(task, self._some(self.live, 2), [self.choose.choice(self.live)])
-        record.fails = self.graph.shape.troubled and secret % 10 == 0
+        record.fails = self.run.shape.troubled and secret % 10 == 0
         self.parts.append(record)
         try:
             self.engine.collective(task, record.reads, record.writes)
@@ -205,7 +235,7 @@ class Rank:
         choose = self.choose
         task = (kind or choose.choice(TYPES))(choose.choice(self.engine.lanes), self._work(), "compute")
         record = self._record(task, reads, tuple(writes))
-        record.fails = self.graph.shape.troubled and choose.random() < 0.03
+        record.fails = self.run.shape.troubled and choose.random() < 0.03
         record.spins = choose.choice((0, 0, 0, 1, 10))
         after = [each.task for each in self._some(self.records[-20:], 2)] if choose.random() < 0.2 else []
         urgency = choose.choice((0, 1, 2) if isinstance(task, PageTransfer) else (-1, 0, 0, 2))
@@ -216,7 +246,7 @@ class Rank:
         """Note a task before it is submitted, since it may start at once."""
         record = Record(self, reads, writes)
         record.task = task
-        self.graph.records[task] = record
+        self.run.records[task] = record
         for number, block in enumerate(writes):
             self.cells.setdefault(block, GARBAGE)
             self.writers[block] = (record, number)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.robustness._random_program import Rank, Record, digest
+from benchmarks.robustness._random_program import RandomRun, Rank, Record, digest
 from moesched.tasks import (
     CANCELLED,
     DONE,
@@ -15,10 +15,6 @@ from moesched.tasks import (
     Collective,
     Task,
 )
-
-if TYPE_CHECKING:
-    from benchmarks.robustness._random_graph import Graph
-
 
 KINDS = {
     "value": "a task, a block or an awaited handle had a wrong value",
@@ -46,28 +42,28 @@ class Verdict(NamedTuple):
     problems: Sequence[Problem] = ()
 
 
-def judge(graph: Graph) -> Verdict:
+def judge(run: RandomRun) -> Verdict:
     """Hold a run that has ended against its programs executed one task after another."""
     problems = []
-    for rank in graph.ranks:
+    for rank in run.ranks:
         try:
             rank.engine.check_over()
         except AssertionError as error:
             problems.append(Problem("rule", f"rank {rank.number}: {error}"))
-    evaluate(graph)
-    for rank in graph.ranks:
+    evaluate(run)
+    for rank in run.ranks:
         for record in rank.records:
-            problems += _wrong_end(graph, record)
+            problems += _wrong_end(run, record)
         problems += [Problem("value", what) for what in _wrong_awaits(rank) + _wrong_cells(rank)]
         problems += [Problem("order", what) for what in _overlaps(rank)]
-    states = [record.task.state for rank in graph.ranks for record in rank.records]
+    states = [record.task.state for rank in run.ranks for record in rank.records]
     return Verdict(states.count(DONE), states.count(FAILED), states.count(CANCELLED), problems)
 
 
-def evaluate(graph: Graph) -> None:
+def evaluate(run: RandomRun) -> None:
     """Execute the programs in their order, as if nothing failed: ranks in turn, from collective to collective."""
-    remaining = [list(rank.records) for rank in graph.ranks]
-    for ticket in range(max(len(rank.parts) for rank in graph.ranks) + 1):
+    remaining = [list(rank.records) for rank in run.ranks]
+    for ticket in range(max(len(rank.parts) for rank in run.ranks) + 1):
         for records in remaining:
             while records and not isinstance(records[0].task, Collective):
                 record = records.pop(0)
@@ -81,16 +77,16 @@ def _inputs(record: Record) -> list[int]:
     return [writer.expected + number for writer, number in record.inputs]
 
 
-def _wrong_end(graph: Graph, record: Record) -> list[Problem]:
+def _wrong_end(run: RandomRun, record: Record) -> list[Problem]:
     """Problems with the end of a task."""
     task = record.task
     if task.state == DONE and task.value != record.expected:
         return [Problem("value", f"rank {record.rank.number}: {task!r} has a wrong value")]
-    what = _unexpected_end(graph, record)
+    what = _unexpected_end(run, record)
     return [Problem("end", f"rank {record.rank.number}: {task!r} {what}")] if what else []
 
 
-def _unexpected_end(graph: Graph, record: Record) -> str:
+def _unexpected_end(run: RandomRun, record: Record) -> str:
     task = record.task
     fed = all(writer.task.state == DONE for writer, _ in record.inputs)
     on_stream = task.lane.domain is not None  # where a task is handed over before its inputs are there
@@ -102,18 +98,18 @@ def _unexpected_end(graph: Graph, record: Record) -> str:
         return f"is {STATE_NAMES[task.state]} at the end"
     if record.start >= 0 and not (on_stream and not fed):
         return "ran"
-    stopped = graph.interrupted or record.rank.ended_badly
-    if fed and not (record.withdrawn or stopped or _broken(graph, task)):
+    stopped = run.interrupted or record.rank.ended_badly
+    if fed and not (record.withdrawn or stopped or _broken(run, task)):
         return f"was cancelled for no reason: {task.cause!r}"
     return ""
 
 
-def _broken(graph: Graph, task: Task) -> bool:
+def _broken(run: RandomRun, task: Task) -> bool:
     """Test whether a collective could not take place, for what happened on any rank."""
     if not isinstance(task, Collective):
         return False
-    parts = [rank.parts[task.ticket] for rank in graph.ranks if task.ticket < len(rank.parts)]
-    if len(parts) < len(graph.ranks) or any(rank.ended_badly for rank in graph.ranks):
+    parts = [rank.parts[task.ticket] for rank in run.ranks if task.ticket < len(rank.parts)]
+    if len(parts) < len(run.ranks) or any(rank.ended_badly for rank in run.ranks):
         return True
     if any(part.task.state == DONE for part in parts):
         return False

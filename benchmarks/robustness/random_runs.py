@@ -16,8 +16,9 @@ from random import Random
 
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, none_of
-from benchmarks.robustness._random_graph import Shape, run_graph
+from benchmarks.robustness._random_graph import run_graph
 from benchmarks.robustness._random_policy import run_policy
+from benchmarks.robustness._random_program import Shape
 from benchmarks.robustness._random_verdict import KINDS, Problem, Verdict
 from benchmarks.shared.within import Stuck, within
 

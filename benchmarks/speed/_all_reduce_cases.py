@@ -21,7 +21,8 @@ from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.machines.networks import NETWORK
 from moesched.plugins import find
 from moesched.seams import Exchange, Transport
-from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
+from moesched.tasks import Block, Collective, Kernel, Lane, Task
+from moesched.work import Work
 
 VALUES = 6144
 LAYERS, COMPUTE_SECONDS, TOKENS, TOKEN_ROUNDS = 40, 200e-6, 12, 4

@@ -82,7 +82,12 @@ def install() -> None:
     """Make the GPU known to torch, like `torch.cuda`."""
     module = ModuleType(f"torch.{IDLE.type}")
     vars(module).update(
-        Stream=Stream, Event=Event, CUDAGraph=Graph, graph_pool_handle=object, stream=nullcontext
+        Stream=Stream,
+        Event=Event,
+        CUDAGraph=Graph,
+        graph_pool_handle=object,
+        stream=nullcontext,
+        set_stream=lambda stream: None,
     )
     torch._register_device_module(IDLE.type, module)
 

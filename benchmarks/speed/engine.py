@@ -34,8 +34,9 @@ from moesched.runs.simulation import simulate
 from moesched.seams import LaneKind, Policy
 from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
-from moesched.tasks import Block, Kernel, Lane, Task, Work
+from moesched.tasks import Block, Kernel, Lane, Task
 from moesched.trace import Recorder
+from moesched.work import Work
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, PROMPT_TOKENS = 15, 36, 77
 PAGE_BYTES = 112 << 20

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
@@ -56,7 +56,7 @@ TOLERATED_CORES = 0.1
 BAR_MICROSECONDS, BAR_SHARE = 15.0, 0.1
 """Of the host's time for a task, and of its share of a step, at batch 1."""
 ISSUING = "issuing to a GPU that does nothing"
-ISSUED_TOKENS = 200
+ISSUED_TOKENS, STEPS_OF_A_RUN = 200, 10
 BAR_ISSUING = 25.0
 """Microseconds for a task."""
 
@@ -166,16 +166,23 @@ def measured(model: Path, batch: int, rounds: int) -> dict[str, Any]:
 
 
 def issued(model: Path, rounds: int) -> dict[str, Any]:
-    """A sequence on a GPU that does nothing: the median over all steps of the quietest rounds."""
+    """A sequence on a GPU that does nothing: the median over runs of ten steps in the quietest rounds.
+
+    Ends of tasks are reported together, so that the steps of a run take turns at being short and long.
+    """
     _idle_gpu.install()
-    cores, steps = quietest(
-        ISSUING, rounds, lambda: _idle_gpu.decode(model, ISSUED_TOKENS)[ISSUED_TOKENS // 10 :]
-    )
+    cores, runs = quietest(ISSUING, rounds, lambda: _runs_of_steps(model))
     return {
         "other_cores": cores,
-        "steps": len(steps),
-        "microseconds_per_task": round(median(steps) * 1e6, 2),
+        "steps": STEPS_OF_A_RUN * len(runs),
+        "microseconds_per_task": round(median(runs) * 1e6, 2),
     }
+
+
+def _runs_of_steps(model: Path) -> list[float]:
+    """Seconds for each task, in runs of steps."""
+    steps = _idle_gpu.decode(model, ISSUED_TOKENS)[ISSUED_TOKENS // 10 :]
+    return [fmean(steps[first : first + STEPS_OF_A_RUN]) for first in range(0, len(steps), STEPS_OF_A_RUN)]
 
 
 def quietest(name: str, rounds: int, run: Callable[[], list[T]]) -> tuple[list[float], list[T]]:

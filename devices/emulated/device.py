@@ -136,7 +136,16 @@ class EmulatedDevice:
             rank: the number of this accelerator, from 0.
             transport: carries exchanges between the accelerators.
             first: the device of rank 0.
+
+        Raises:
+            BadInput: the model is not cut over ranks, so the devices would be nodes, each a machine with a clock of its
+                own.
         """
+        if self.layout.config.ranks == 1:
+            raise BadInput(
+                "device emulated imitates one machine, not several nodes: use --device torch, or `moesched simulate "
+                "--nodes`"
+            )
         self._torch.join(rank, transport, first)
         self._time = first._time
         self._leads = first is self

@@ -195,6 +195,7 @@ def _install(operations: Operations, free: int) -> None:
         CUDAGraph=partial(LaggingGraph, gpu),
         graph_pool_handle=GraphPool,
         stream=gpu.on,
+        set_stream=gpu.choose,
         current_stream=lambda device=None: gpu.current_of(number(device)),
         synchronize=lambda device=None: gpu.synchronize(number(device)),
         mem_get_info=lambda device=None: (free, free + memory(device).in_use()),

@@ -231,7 +231,7 @@ class Gpu:
         return self.current_of(self.number)
 
     def current_of(self, number: int) -> LaggingStream:
-        """Return the thread's current stream on GPU `number`: the stream chosen by `on`, or else the default stream."""
+        """Return the thread's current stream on GPU `number`: the one that was chosen, or else the default stream."""
         chosen: LaggingStream | None = getattr(self._threads, f"stream {number}", None)
         if chosen is not None:
             return chosen
@@ -260,6 +260,11 @@ class Gpu:
                 yield
         finally:
             setattr(self._threads, name, before)
+
+    def choose(self, stream: LaggingStream) -> None:
+        """Make a stream and its GPU the calling thread's current ones."""
+        setattr(self._threads, f"stream {stream.number}", stream)
+        self._threads.number = stream.number
 
     def new_stream(self, number: int = 0) -> LaggingStream:
         """Make a stream of GPU `number`, which like CUDA's non-blocking ones does not wait for the default stream."""

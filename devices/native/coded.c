@@ -20,6 +20,7 @@ enum {
     MOST_CHUNK_BYTES = CHUNK / 32 * 34,
     X_BYTES = 512 << 10,  /* of all rows of x: stay in the second-level cache while tiles pass */
     LINE = 64,
+    NEAR = 12 << 10, /* bytes of a tile that the first-level cache takes beside the one in use, for two threads of a core */
     LEAST_OUTPUTS = 64,   /* that a thread takes at a time: whole tiles and groups; common widths are even numbers of them */
 };
 
@@ -37,10 +38,15 @@ typedef struct {
 typedef struct {
     const uint8_t *first;
     int64_t bytes; /* with each; none if 0 */
+    int near;      /* whether they go to the first-level cache: else, to the second, as they would drive out what is in use */
 } Ahead;
 
 static inline __attribute__((always_inline)) void fetch(Ahead *ahead) {
-    for (int64_t line = 0; line < ahead->bytes; line += LINE) __builtin_prefetch(ahead->first + line, 0, 3);
+    for (int64_t line = 0; line < ahead->bytes; line += LINE)
+        if (ahead->near)
+            __builtin_prefetch(ahead->first + line, 0, 3);
+        else
+            __builtin_prefetch(ahead->first + line, 0, 2);
     ahead->first += ahead->bytes;
 }
 
@@ -216,6 +222,7 @@ INLINE void sums_avx512(int size, Words codes[][VECTORS], const char *pieces, in
 #define WIDENED(halves) widened_halves_avx512((__m512i)(halves))
 #define OF_FP4(codes) numbers_of_fp4_avx512((__m512i)(codes))
 #include "coded_formats.h"
+#include "coded_one_row_avx512.h"
 
 #define put_avx512_vnni put_bytes
 

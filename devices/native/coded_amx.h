@@ -16,6 +16,7 @@
 #define WIDENED(halves) widened_halves_avx512((__m512i)(halves))
 #define OF_FP4(codes) numbers_of_fp4_avx512((__m512i)(codes))
 #include "coded_formats.h"
+#include "coded_one_row_avx512.h"
 
 enum { LINES = 16, LINE_BYTES = 64 };
 

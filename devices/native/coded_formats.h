@@ -173,24 +173,36 @@ static TARGET void ISA(unpack_q5_k)(const uint8_t *rows, int64_t stride, int64_t
     }
 }
 
-static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
-    (void)weights;
+INLINE void ISA(scales_q6_k)(const uint8_t *rows, int64_t stride, Tile *tile) {
     Words factors[4];
     ISA(words)(rows + 192, stride, 4, factors);
     const Floats scale = ISA(widened)(ISA(halves)(rows + 208, stride));
     for (int group = 0; group < 16; group++)
         tile->scales[group] = scale * ISA(signed_byte)(factors[group / 4], group % 4);
+}
+
+/* The words of half a block that have the lower four bits of its codes, and the upper two. */
+INLINE void ISA(words_q6_k)(const uint8_t *rows, int64_t stride, int half, Words *lowest, Words *highest) {
+    ISA(words)(rows + 64 * half, stride, 16, lowest);
+    ISA(words)(rows + 128 + 32 * half, stride, 8, highest);
+}
+
+/* Word w of half a block's codes. */
+INLINE Words ISA(six_bits)(const Words *lowest, const Words *highest, int w) {
+    const Words lower = w < 16 ? lowest[w] : lowest[w - 16] >> 4, upper = highest[w % 8];
+    const Words placed = w < 8 ? upper << 4 : w < 16 ? upper << 2 : w < 24 ? upper : upper >> 2;
+    return (lower & 0x0f0f0f0f) | (placed & 0x30303030);
+}
+
+static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
+    (void)weights;
+    ISA(scales_q6_k)(rows, stride, tile);
     _Pragma("GCC unroll 2")
     for (int half = 0; half < 2; half++) {
-        Words *codes = tile->codes + half * 32, lowest[16], highest[8];
-        ISA(words)(rows + 64 * half, stride, 16, lowest);
-        ISA(words)(rows + 128 + 32 * half, stride, 8, highest);
-        for (int w = 0; w < 8; w++) {
-            codes[w] = (lowest[w] & 0x0f0f0f0f) | (highest[w] << 4 & 0x30303030);
-            codes[8 + w] = (lowest[8 + w] & 0x0f0f0f0f) | (highest[w] << 2 & 0x30303030);
-            codes[16 + w] = (lowest[w] >> 4 & 0x0f0f0f0f) | (highest[w] & 0x30303030);
-            codes[24 + w] = (lowest[8 + w] >> 4 & 0x0f0f0f0f) | (highest[w] >> 2 & 0x30303030);
-        }
+        Words lowest[16], highest[8];
+        ISA(words_q6_k)(rows, stride, half, lowest, highest);
+        _Pragma("GCC unroll 32")
+        for (int w = 0; w < 32; w++) tile->codes[half * 32 + w] = ISA(six_bits)(lowest, highest, w);
         for (int part = 0; part < 4; part++) fetch(ahead);
     }
 }

@@ -5,7 +5,7 @@
  *   ISA(put)    puts the multiples of a group into its pieces: 2 bytes for each
  *   ISA(sums)   adds codes times multiples of a group, for each row of weights
  *   X_ROWS      optionally, rows of x that are multiplied at once by its own ISA(row_sums); else one by ISA(sums)
- *   Q8_0_ONE_ROW, Q4_K_ONE_ROW  optionally, its OneRow of the format
+ *   Q8_0_ONE_ROW, Q4_K_ONE_ROW, Q6_K_ONE_ROW  optionally, its OneRow of the format
  *   MANY_ROWS   optionally, the rows of x from which on sums come from tiles of the processor, which take LINES of them:
  *               ISA(shape_tiles), ISA(load_codes), ISA(tile_sums) and ISA(release_tiles)
  */
@@ -133,7 +133,8 @@ static TARGET void ISA(add_tile)(const Product *product, int64_t output, int64_t
         const int64_t left = product->inputs - chunk * CHUNK, weights = left < CHUNK ? left : CHUNK;
         const int64_t offset = chunk * CHUNK / block * product->multiplier->block_bytes;
         const int64_t bytes = weights / block * product->multiplier->block_bytes;
-        Ahead ahead = {next + (next ? ROWS * offset : 0), next ? ROWS * bytes * 32 / weights / (VECTORS + 1) : 0};
+        Ahead ahead = {next + (next ? ROWS * offset : 0), next ? ROWS * bytes * 32 / weights / (VECTORS + 1) : 0,
+                       ROWS * product->row_bytes <= NEAR};
         const ISA(Chunk) here = rows.count >= ROWS ? (ISA(Chunk)){rows.first + offset, product->row_bytes}
                                                    : ISA(copied_chunk)(product, output, offset, bytes, copy);
         const char *pieces = pieces_of(product, chunk * CHUNK / size);
@@ -267,6 +268,9 @@ static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, cons
 #if !defined(Q4_K_ONE_ROW)
 #define Q4_K_ONE_ROW NULL
 #endif
+#if !defined(Q6_K_ONE_ROW)
+#define Q6_K_ONE_ROW NULL
+#endif
 #define CODING(format, group, weights, bytes, centre, minimums, ...)                                                  \
     {.multiplier = {.step = group, .step_bytes = PIECES_BYTES(group) + sizeof(Group), .is_coded = 1, .block = weights,  \
                     .block_bytes = bytes, .least = LEAST_OUTPUTS, .place = ISA(place_coded),                             \
@@ -278,7 +282,8 @@ static const Coding ISA(codings)[FORMATS] = {
     [Q5_0] = CODING(q5_0, 32, 32, 22, 16, 0),    [Q5_1] = CODING(q5_1, 32, 32, 24, 0, 1),
     [Q4_K] = CODING(q4_k, 32, 256, 144, 0, 1, .one_row = Q4_K_ONE_ROW),
     [Q5_K] = CODING(q5_k, 32, 256, 176, 0, 1),
-    [Q6_K] = CODING(q6_k, 16, 256, 210, 32, 0),  [MXFP4] = CODING(mxfp4, 32, 32, 17, 12, 0),
+    [Q6_K] = CODING(q6_k, 16, 256, 210, 32, 0, .one_row = Q6_K_ONE_ROW),
+    [MXFP4] = CODING(mxfp4, 32, 32, 17, 12, 0),
 };
 #undef CODING
 #undef Words
@@ -301,5 +306,6 @@ static const Coding ISA(codings)[FORMATS] = {
 #undef X_ROWS
 #undef Q8_0_ONE_ROW
 #undef Q4_K_ONE_ROW
+#undef Q6_K_ONE_ROW
 #undef Q8_0_ZERO
 #undef Q8_0_SIGNS

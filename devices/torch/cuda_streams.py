@@ -44,6 +44,7 @@ class CudaStreams:
         """The tasks whose times were not read yet, by lane and number, in the order of issue."""
         self._unused: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
+        self._here = threading.local()
         self._device = device
         self._host_clock = clock
         self.begin()
@@ -76,7 +77,10 @@ class CudaStreams:
         return settled(value)
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
-        """Enqueue a task on its lane's stream; its kernels wait until the tasks `after` on other streams have ended."""
+        """Enqueue a task on its lane's stream; its kernels wait until the tasks `after` on other streams have ended.
+
+        The stream stays the calling thread's current one.
+        """
         lane = task.lane.name
         stream = self._streams[lane]
         with self._lock:
@@ -89,10 +93,19 @@ class CudaStreams:
             issued.issued_at = now
             issued.start.record(stream)
             self._issued[lane][task.id] = issued
-        with self._module.stream(stream):
-            issued.result = self._execute(task)
-            issued.end.record()
+        self._choose(stream)
+        issued.result = self._execute(task)
+        issued.end.record()
         return issued
+
+    def _choose(self, stream: torch.cuda.Stream) -> None:
+        """Make a stream the calling thread's current one, until the thread issues to another.
+
+        A lane has a thread of its own, so that this happens once. A context for each task takes as long as a launch.
+        """
+        if getattr(self._here, "stream", None) is not stream:
+            self._module.set_stream(stream)
+            self._here.stream = stream
 
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
         """Return the start and the end of a task that has ended, in nanoseconds of the host's clock.

@@ -19,7 +19,8 @@ from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens
 from moesched.models.layout import WeightLayout
 from moesched.requests.sampling import Sampling
 from moesched.steps.plan import Plan
-from moesched.tasks import Kernel, Lane, PageTransfer, Work
+from moesched.tasks import Kernel, Lane, PageTransfer
+from moesched.work import Work
 
 from ..kernels import attention_functions
 from ..kernels.layer_weights import Weights

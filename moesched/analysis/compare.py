@@ -15,6 +15,7 @@ from moesched.errors import BadInput
 from moesched.system.cells import counted_in_cell
 from moesched.system.outputs import Output, require_outputs
 from moesched.system.own_loop import interruptible
+from moesched.system.plain_text import plain_text
 from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 
 
@@ -77,7 +78,9 @@ def read_runs(sources: Sequence[ComparedRun | Path | str], *, replayed: bool = F
     runs = [source if isinstance(source, ComparedRun) else read_run(source) for source in sources]
     names = Counter(run.title for run in runs)
     runs = [
-        run if isinstance(source, ComparedRun) or names[run.title] == 1 else replace(run, title=str(source))
+        run
+        if isinstance(source, ComparedRun) or names[run.title] == 1
+        else replace(run, title=plain_text(str(source)))
         for source, run in zip(sources, runs, strict=True)
     ]
     if replayed:

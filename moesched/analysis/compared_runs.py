@@ -12,6 +12,7 @@ import msgspec
 from moesched.analysis.replayed_run import replay_recording
 from moesched.errors import BadInput
 from moesched.system.decoding import decode_json
+from moesched.system.plain_text import plain_text
 from moesched.tasks import Phase
 from moesched.trace.chrome_reader import MOST_BYTES, Trace, read_bytes, read_trace
 from moesched.trace.recording import About, Recording, phase_of
@@ -62,13 +63,13 @@ def read_run(path: Path | str) -> ComparedRun:
     where = f"{path} is not a JSON object"
     remedy = "name a file that --trace or --report wrote"
     content = decode_json(data, dict[str, msgspec.Raw], where, remedy, most=MOST_BYTES)
+    title = plain_text(path.name)
     if "traceEvents" in content:
         recording, about = read_trace(path)
-        return run_of_recording(path.name, recording, about)
+        return run_of_recording(title, recording, about)
     where = f"{path} is not the report of a run"
-    return _run_of_report(
-        path.name, decode_json(data, _Report, where, "write one with --report", most=MOST_BYTES)
-    )
+    report = decode_json(data, _Report, where, "write one with --report", most=MOST_BYTES)
+    return _run_of_report(title, report)
 
 
 def run_of_recording(title: str, recording: Recording, about: About) -> ComparedRun:

@@ -22,8 +22,9 @@ from moesched.analysis.handovers import Handover, awaits_in_order, mean_handover
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.tasks import IDLE, Block, Collective, Demand, Kernel, Lane, Task, Work
+from moesched.tasks import IDLE, Block, Collective, Kernel, Lane, Task
 from moesched.trace.recording import LaneName, Recording, Slice, TaskInfo
+from moesched.work import Demand, Work
 
 
 def replay_recording(

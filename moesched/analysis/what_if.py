@@ -17,8 +17,8 @@ import msgspec
 from moesched.analysis.handovers import Handover, mean_handovers
 from moesched.analysis.replayed_run import replay_recording, timed_work, without_loading
 from moesched.analysis.run_changes import Change, parse_change
-from moesched.tasks import Demand, Work
 from moesched.trace.recording import Recording, Slice
+from moesched.work import Demand, Work
 
 LAST = "sample"
 """The last verb of a step. Every policy awaits it, so that this does not count as deciding by results."""

@@ -16,7 +16,8 @@ from moesched.machines.calibrated import ATTENTIONS, CACHE_WRITING, DISPATCH
 from moesched.machines.cost_model import at_once
 from moesched.machines.gpu_cost import calls
 from moesched.machines.machine import ATTENTION, CACHE_WRITE
-from moesched.tasks import Task, Work
+from moesched.tasks import Task
+from moesched.work import Work
 
 ON_HOST = (ATTENTION, FEW_ROWS, MANY_ROWS, CACHE_WRITE)
 

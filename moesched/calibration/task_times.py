@@ -16,7 +16,8 @@ from moesched.machines import CostPoint
 from moesched.machines.calibrated import DISPATCH, HOP, ROUTE_WITHIN, work_class_of
 from moesched.machines.cost_model import at_once
 from moesched.models.config import DType, ModelConfig
-from moesched.tasks import PageTransfer, Task, Work, WorkPart
+from moesched.tasks import PageTransfer, Task
+from moesched.work import Work, WorkPart
 
 LEAST_SECONDS = 1e-6
 WITHOUT_WEIGHTS = ("attention", "combine")

@@ -35,6 +35,7 @@ from moesched.errors import BadInput
 from moesched.machines.toml_text import inline
 from moesched.system.decoding import decode_toml
 from moesched.system.input_file import read_input
+from moesched.system.plain_text import shown
 from moesched.units import parse_bytes
 
 MOST_BYTES = 1_000_000
@@ -218,6 +219,9 @@ def _problems(cluster: Cluster) -> Iterator[str]:
         for name, place in (("address", host.address), ("ssh", host.ssh)):
             if place.startswith("-"):
                 yield f"{key}.{name}: {place!r} begins with a dash, so that ssh may take it for an option: write a host"
+        for name, text in msgspec.structs.asdict(host).items():
+            if isinstance(text, str) and "\0" in text:
+                yield f"{key}.{name}: {shown(text)} has a zero byte, which no host and no path has: remove it"
         if keys.setdefault(host.key, str(host)) != str(host):
             yield f"{key}.key: it is also the key of {keys[host.key]}: make one for each with `moesched keygen`"
         other = ports.setdefault((host.address, host.port), str(host)) if host.port else str(host)

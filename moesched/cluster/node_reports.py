@@ -24,6 +24,7 @@ from moesched.cluster.messages import (
 )
 from moesched.errors import MoeschedError
 from moesched.inputs.options import SizeOptions
+from moesched.system.plain_text import plain_text
 
 Content = Literal["report", "recording"]
 
@@ -123,7 +124,7 @@ class NodeReports:
                 order=order.order if order else 0,
                 gone=[order.members[place] for place in places] if order else [],
                 kind=kind,
-                message=" ".join(str(error).split()),
+                message=plain_text(" ".join(str(error).split())),
             )
         )
 

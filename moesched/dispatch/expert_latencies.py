@@ -15,7 +15,7 @@ from moesched.models.layout import Page
 from moesched.models.operations import Amount
 from moesched.steps.plan import Plan
 from moesched.steps.roles import Role
-from moesched.tasks import Demand, Work, WorkPart
+from moesched.work import Demand, Work, WorkPart
 
 MANY_ROWS = 1024
 

@@ -93,7 +93,7 @@ def port_state(address: str, port: int) -> PortState:
             return "taken"
     except ConnectionRefusedError:
         return _own_port_state(address, port)
-    except OSError:
+    except (OSError, UnicodeError):  # of names that cannot be, such as mac..lan
         return "silent"
 
 

@@ -19,6 +19,7 @@ from moesched.models.gguf.parts import gguf_files, is_gguf
 from moesched.system.control_groups import lines_of
 from moesched.system.cores import affinity, cpu_quota
 from moesched.system.memory import available_memory, total_memory
+from moesched.system.plain_text import plain_text
 
 CachingOf = Callable[[Path], Caching]
 """Function that takes a file, and returns the effect on the page cache when the device reads this file.
@@ -89,8 +90,8 @@ def cache_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
             caching = caching_of(file)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return FolderFacts(role="cache", path=str(folder), problem=error.strerror or str(error))
-    return FolderFacts(role="cache", path=str(folder), free=free, caching=caching)
+        return FolderFacts(role="cache", path=plain_text(str(folder)), problem=error.strerror or str(error))
+    return FolderFacts(role="cache", path=plain_text(str(folder)), free=free, caching=caching)
 
 
 @contextmanager
@@ -135,14 +136,16 @@ def model_facts(model: Path, caching_of: CachingOf) -> FolderFacts:
             with file.open("rb") as opened:
                 opened.read(1)
         if not files:
-            return FolderFacts(role="model", path=str(model), problem="it has no safetensors files")
+            return FolderFacts(
+                role="model", path=plain_text(str(model)), problem="it has no safetensors files"
+            )
         caching = caching_of(files[0])
         free = shutil.disk_usage(model).free
     except OSError as error:
         where = f"{Path(error.filename).name}: " if error.filename else ""
-        problem = f"{where}{error.strerror or error}"
-        return FolderFacts(role="model", path=str(model), problem=problem)
-    return FolderFacts(role="model", path=str(model), free=free, caching=caching)
+        problem = plain_text(f"{where}{error.strerror or error}")
+        return FolderFacts(role="model", path=plain_text(str(model)), problem=problem)
+    return FolderFacts(role="model", path=plain_text(str(model)), free=free, caching=caching)
 
 
 def bytes_of_model(model: Path) -> int:

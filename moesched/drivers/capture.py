@@ -20,7 +20,8 @@ from moesched.steps.ruled_pool import RuledPool
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
 from moesched.steps.works import GROWING
-from moesched.tasks import CLASS_SHIFT, Block, Collective, Lane, Task, Work, class_of
+from moesched.tasks import CLASS_SHIFT, Block, Collective, Lane, Task, class_of
+from moesched.work import Work
 
 T = TypeVar("T", bound=Task)
 

@@ -25,7 +25,7 @@ Clock = Callable[[], int]
 LOOP_SLICE_NANOSECONDS = 1_000_000
 """Nanoseconds for which tasks may run on the event loop before it handles other events."""
 
-ENDS_TOGETHER = 8
+ENDS_TOGETHER = 16
 """Number of issued tasks whose ends are reported together, as long as the host needs none of them."""
 
 

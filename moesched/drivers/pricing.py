@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from moesched.machines.cost_model import CostModel
-from moesched.tasks import Work
+from moesched.work import Work
 
 
 def nanoseconds(work: Work, cost: CostModel) -> int:

@@ -21,7 +21,8 @@ from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.machines.cost_model import CostModel
 from moesched.seams import Policy
 from moesched.steps.run_state import RunState
-from moesched.tasks import CLASS_SHIFT, DONE, Lane, Task, Work
+from moesched.tasks import CLASS_SHIFT, DONE, Lane, Task
+from moesched.work import Work
 
 _NUMBER = (1 << CLASS_SHIFT) - 1
 """Mask of the bits of a key that are the task's number."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import ceil, inf, prod
 
 from moesched.machines.cost_model import at_once
-from moesched.tasks import Demand, Work
+from moesched.work import Demand, Work
 
 IDLE = -1
 

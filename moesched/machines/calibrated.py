@@ -20,7 +20,7 @@ from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
 from moesched.models.config import ITEM_BYTES
-from moesched.tasks import Demand, Work, WorkPart
+from moesched.work import Demand, Work, WorkPart
 
 CACHE_WRITING = "offload_kv"
 """Kind of the works that write to the KV cache on the host."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from moesched.tasks import Demand, Work
+from moesched.work import Demand, Work
 
 
 def at_once(classes: Iterable[str]) -> str:

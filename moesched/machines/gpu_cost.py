@@ -13,7 +13,7 @@ from moesched.machines.product_times import PRODUCT, CodedCosts
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
-from moesched.tasks import Demand, Work
+from moesched.work import Demand, Work
 
 CALLS = (*EXPERTS, "attention call", "attention prompt")
 """Operations of which a task may make any number of calls."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moesched.machines.launches import EXPERTS, is_attention, is_product, launches
 from moesched.machines.machine import Processor
 from moesched.machines.sustained import DeviceClass, Levels, device_class, group, rates_of
-from moesched.tasks import Work, WorkPart
+from moesched.work import Work, WorkPart
 
 WAITED_FOR = {"route": "host_seconds", "sample": "step_seconds"}
 """Name of the rate that estimates the host's time, for each kind of work whose result the host awaits."""

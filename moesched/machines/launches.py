@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesched.models.footprint import KEPT_ROWS
-from moesched.tasks import Work, WorkPart
+from moesched.work import Work, WorkPart
 
 EXPERTS = ("expert", "resident expert", "experts", "resident experts")
 ONLY_MOVING = ("combine", "embed")

@@ -9,7 +9,7 @@ from moesched.machines.surfaces import Surface
 from moesched.models.config import ITEM_BYTES
 from moesched.models.stored_formats import STORED_FORMATS, nearest_by_bits
 from moesched.models.tensor_sizes import COLUMNS
-from moesched.tasks import WorkPart
+from moesched.work import WorkPart
 
 PRODUCT, RESIDENT_PRODUCT = "product", "resident product"
 RESIDENT = "resident "

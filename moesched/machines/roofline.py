@@ -9,7 +9,7 @@ from moesched.machines.kernel_times import KernelTimes
 from moesched.machines.machine import INTERCONNECT, Link, Machine, Processor
 from moesched.machines.networks import NETWORK
 from moesched.machines.sustained import Levels, copies_of, is_rated, sustained_share, usable_share
-from moesched.tasks import Demand, Work
+from moesched.work import Demand, Work
 
 NO_LEVELS: Levels = {}
 

@@ -18,7 +18,7 @@ from moesched.models.rotary import Rotary
 from moesched.models.shards import stored_dtype
 from moesched.system.decoding import convert_value, decode_json, reason
 from moesched.system.input_file import is_file, read_input
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import plain_text, shown
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ class ConfigFile:
         return cls(
             path,
             _read(path),
-            directory.resolve().name,
+            plain_text(directory.resolve().name),
             partial(stored_dtype, directory),
             _generation_stops(directory / "generation_config.json"),
         )

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from moesched.models.layers import GroupedAttention, Layer, LinearAttention
 from moesched.models.tensor_shapes import Shape, elements
 from moesched.models.tensor_sizes import BytesByFormat, TensorSizes
-from moesched.tasks import WorkPart
+from moesched.work import WorkPart
 
 _ATTENTION = WorkPart("attention", 0)
 

@@ -25,7 +25,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.reservations import Declared
 from moesched.steps.roles import Role
 from moesched.steps.run_state import RunState
-from moesched.tasks import Work
+from moesched.work import Work
 
 MANY = 5
 """From this number of micro-batches on, each further one costs equal bytes: they share the buffers of a layer."""

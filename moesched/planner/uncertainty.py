@@ -25,7 +25,8 @@ from moesched.requests.batch import Batch
 from moesched.runs.assembly import assemble
 from moesched.runs.ranks import Rank
 from moesched.steps.contention import devices_contend
-from moesched.tasks import Phase, Task, Work
+from moesched.tasks import Phase, Task
+from moesched.work import Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
 LEAST = 0.05

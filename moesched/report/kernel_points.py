@@ -39,7 +39,7 @@ def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[Kerne
     for each in recording.slices:
         task = each.task
         phase = each.phase
-        if task.flops > 0 and task.nbytes > 0 and each.end > each.start and phase is not None:
+        if min(task.flops, task.nbytes) >= 1 and each.end > each.start and phase is not None:
             found = sums.setdefault((task.verb, task.resource, phase), [0, 0.0, 0.0, 0.0])
             for place, amount in enumerate((1, (each.end - each.start) / 1e9, task.flops, task.nbytes)):
                 found[place] += amount

@@ -18,7 +18,8 @@ from moesched.requests.rows import Rows
 from moesched.seams import Exchange, Transport
 from moesched.steps.run_state import RunState
 from moesched.system.decoding import DECODE_ERRORS, reason
-from moesched.tasks import Collective, Work
+from moesched.tasks import Collective
+from moesched.work import Work
 
 FIRST = 0
 """Number of the node that knows the requests."""

@@ -26,8 +26,9 @@ from moesched.serving.places import Places
 from moesched.serving.request import Request
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
-from moesched.tasks import Demand, Phase, Task, Work
+from moesched.tasks import Phase, Task
 from moesched.trace.recording import WAIT
+from moesched.work import Demand, Work
 
 ARRIVALS = "arrivals"
 """The lane whose tasks last until the next request arrives."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moesched.machines.cost_model import CostModel as CostModel
 from moesched.machines.cost_model import at_once as at_once
 from moesched.steps.eviction_rule import Eviction as Eviction
-from moesched.tasks import Demand as Demand
+from moesched.work import Demand as Demand
 
 from .device import ChecksMachine as ChecksMachine
 from .device import ChoosesDtype as ChoosesDtype

@@ -16,6 +16,8 @@ MOST_INT = 2**63 - 1
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LIKELIEST = 20
+MOST_OF_USER = 256
+"""The most characters of a user's name, which the admission rule keeps."""
 
 HARMLESS = frozenset(
     ["metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"]
@@ -56,8 +58,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +74,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
-    user: str | None = None
+    user: Annotated[str, Meta(max_length=MOST_OF_USER)] | None = None
 
     @property
     def answers(self) -> int:

@@ -98,11 +98,17 @@ class Capacity(msgspec.Struct, frozen=True):
 def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
     """Return a capacity with the sizes of a batch, for requests of up to `context` tokens, prompt and answer together.
 
-    All places are equal. Together they take no more requests than the batch.
+    All places are equal, with no more requests each than a micro-batch of these sizes. Together they take as many of
+    the batch's requests as can be shared out evenly: 16 in micro-batches of up to 6 are 4 places of 4.
     """
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
-    places = sizes.micro_batches
-    sequences = max(1, sizes.batch_size // places)
+    places = _even_places(sizes.batch_size, sizes.micro_batches)
+    sequences = sizes.batch_size // places
     cache_tokens = max(sizes.cache_tokens or sequences * each, each)
     prompt_tokens = max(1, context - 1, min(PROMPT_TOKENS, cache_tokens - sequences))
     return Capacity(places, sequences, cache_tokens, prompt_tokens, context)
+
+
+def _even_places(requests: int, least: int) -> int:
+    """Return a number of equal places that leaves out the fewest requests: `least`, or up to twice as many."""
+    return min(range(least, min(2 * least, requests + 1)), key=lambda places: requests % places)

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from moesched.stream_edges import followers_on_device
-from moesched.tasks import DONE, RUNNING, Join, Lane, Task, Work
+from moesched.tasks import DONE, RUNNING, Join, Lane, Task
+from moesched.work import Work
 
 Price = Callable[[Work], int]
 """Returns the nanoseconds that a task with this `Work` (FLOPs and bytes) takes if it runs alone."""

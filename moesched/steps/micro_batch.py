@@ -9,7 +9,8 @@ from moesched.requests.chunks import Chunk
 from moesched.requests.rows import Rows
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.verbs.table import START, VERBS, Verb
-from moesched.tasks import Block, Lane, Phase, Task, Work, phase_after
+from moesched.tasks import Block, Lane, Phase, Task, phase_after
+from moesched.work import Work
 
 BoundVerb: TypeAlias = "tuple[Lane | None, Work | None, tuple[Block, ...], tuple[Block, ...]]"
 """A verb's lane, its `Work` (FLOPs and bytes), and the blocks of data that its task reads and writes."""

@@ -9,7 +9,8 @@ from typing import TypeVar
 from moesched.engine import Engine
 from moesched.models.operations import Amount, Operations
 from moesched.steps.works import Works
-from moesched.tasks import Block, Collective, Decision, Kernel, Lane, Task, Work
+from moesched.tasks import Block, Collective, Decision, Kernel, Lane, Task
+from moesched.work import Work
 
 T = TypeVar("T", bound=Task)
 

@@ -17,7 +17,8 @@ from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan
 from moesched.steps.verbs.table import ATTENTION, CPU_ATTENTION, LOAD_KV, VERBS
-from moesched.tasks import Lane, Work, WorkPart
+from moesched.tasks import Lane
+from moesched.work import Work, WorkPart
 
 GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 """Verbs whose work differs from step to step, since the KV cache grows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -17,7 +18,7 @@ from moesched.settings import parse_value
 from moesched.system.decoding import decode_toml
 from moesched.system.input_file import read_input
 from moesched.system.near_names import nearest_of
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import is_utf8, shown
 
 MODEL = "mixtral-8x7b"
 """The model where none is given."""
@@ -83,6 +84,7 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
     """
     given: dict[str, Any] = {}
     for name, items in texts.items():
+        _require_utf8(name, items)
         if name != PRICES and not OPTIONS[name].is_table:
             given[name] = _split(",".join(items), OPTIONS[name].item_kind is str)
             continue
@@ -182,6 +184,8 @@ def _value(given: Any, option: Described, title: str) -> Any:
     except msgspec.ValidationError:
         meant = "one of " + ", ".join(get_args(kind)) if get_origin(kind) is Literal else _MEANT[kind]
         raise BadInput(f"{title}: {shown(given)} is not {meant}: write it so, or omit it") from None
+    if isinstance(value, float) and not isfinite(value):
+        raise BadInput(f"{title} is {value}, which lines of results cannot hold: give a finite number")
     option.require(value, title)
     return value
 
@@ -193,6 +197,12 @@ def _price(given: Any, title: str) -> float:
         raise BadInput(
             f"{title}: {shown(given)} is not a number of dollars: write it so, or omit it"
         ) from None
+
+
+def _require_utf8(name: str, items: Iterable[str]) -> None:
+    for item in items:
+        if not is_utf8(item):
+            raise BadInput(f"{option_of(name)} {shown(item)} is not UTF-8, as results are: rename the file")
 
 
 def _split(text: str, plain: bool) -> list[Any]:

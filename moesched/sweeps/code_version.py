@@ -68,7 +68,10 @@ def _imported(file: Path, package: str) -> Iterator[str]:
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom):
             name = "." * node.level + (node.module or "")
-            base = resolve_name(name, package) if node.level else name
+            try:
+                base = resolve_name(name, package) if node.level else name
+            except ImportError:
+                continue  # beyond the file's packages, as in `try: from . import x`, where it imports nothing
             yield base
             yield from (f"{base}.{each.name}" for each in node.names)
 

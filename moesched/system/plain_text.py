@@ -18,6 +18,15 @@ def plain_text(text: str) -> str:
     return _ACTIVE.sub(_escaped, text)
 
 
+def is_utf8(text: str) -> bool:
+    """Test whether a text can be encoded in UTF-8; a path can not if its bytes are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shown(value: object) -> str:
     """Return the `repr` of a value, shortened if the value is long or nested deep."""
     return _SHORT.repr(value)

@@ -107,7 +107,10 @@ def _sweep(file: Path) -> None:
     """
     with file.open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for line in ledger.read().split(b"\0"):
+        whole, _, _ = ledger.read().rpartition(
+            b"\0"
+        )  # a path that was cut off, on a full disk, is another one
+        for line in whole.split(b"\0"):
             path = Path(os.fsdecode(line))
             if path.is_absolute() and (path.name.startswith(PREFIX) or path.name.endswith(PARTIAL)):
                 _remove(path)

@@ -14,6 +14,7 @@ from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.requests.batch import Batch, split_batch
@@ -21,7 +22,12 @@ from moesched.requests.sampling import Sampling
 from moesched.routing import ScoredTokens
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.seams import CountsReads, Device, GivesScores, KeepsTime, LaneKind
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
+from moesched.seams import CountsReads, Device, GivesScores, KeepsTime, LaneKind, Serves
+from moesched.serving.arrivals import ListedArrivals
+from moesched.serving.capacity import Capacity
+from moesched.serving.request import Request
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.system.own_loop import run_on_own_loop
@@ -58,8 +64,8 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
     Raises:
         AssertionError: the tokens are not as on the device `torch`, with greedy or random sampling, or depend on the
-            policy or on the previous batch; a verb returned a wrong value, tasks of one lane ran at once, or another
-            promise of `moesched.seams.Device` is broken.
+            policy, on the previous batch, or on requests that join and leave; a verb returned a wrong value, tasks of
+            one lane ran at once, or another promise of `moesched.seams.Device` is broken.
     """
     require_asserts("check_device")
     config = Case(name="a device's", machine=machine).config()
@@ -67,7 +73,8 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
     with scratch_folder() as folder:
         checkpoint = write_decisive_model(config, folder / "model")
         _check_unused(make(checkpoint, weight_layout(config, "float32")))
-        _check_bad_prompts(make(checkpoint, weight_layout(config, "float32")), machine)
+        for outside in (-1, config.vocabulary):
+            _check_bad_prompts(make(checkpoint, weight_layout(config, "float32")), machine, outside)
         for name in policies or POLICIES:
             outcomes[name] = _tokens(make(checkpoint, weight_layout(config, "float32")), machine, name)
         scoring = make(checkpoint, weight_layout(config, "float32"))
@@ -75,6 +82,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
             outcomes["a policy with scores"] = _tokens(scoring, machine, None)
         else:
             run_on_own_loop(scoring.aclose)
+        served = _served_tokens(make(checkpoint, weight_layout(config, "float32")), machine)
         drawn = _tokens(make(checkpoint, weight_layout(config, "float32")), machine, "resident", DRAWN)
         torch = plugins.find("devices", "torch")
         expected, expected_draws = (
@@ -85,6 +93,9 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
     for name, tokens in others:
         assert tokens == first[1], f"{name} does not give the tokens of {first[0]}"
     assert first[1] == expected, f"the tokens are {first[1]}, and those of the device torch {expected}"
+    assert served in (None, expected), (
+        f"of requests that join and leave the tokens are {served}, and those of the device torch {expected}"
+    )
     assert drawn == expected_draws, (
         f"with {DRAWN} the tokens are {drawn}, and those of torch {expected_draws}"
     )
@@ -110,15 +121,14 @@ def _check_unused(device: Device) -> None:
     run_on_own_loop(device.aclose)
 
 
-def _check_bad_prompts(device: Device, machine: Machine) -> None:
-    outside = [[device.layout.config.vocabulary]]
+def _check_bad_prompts(device: Device, machine: Machine, outside: int) -> None:
     policy = plugins.make_policy("resident")
     plan = plan_run(machine, device.layout, split_batch([1], 1, 1), policy, slot_bytes=device.slot_bytes)
     try:
-        run(plan, policy, device, outside)
+        run(plan, policy, device, [[outside]])
     except BadInput:
         return
-    raise AssertionError("begin takes a token id that is outside the vocabulary")
+    raise AssertionError(f"begin takes the token id {outside}, which is outside the vocabulary")
 
 
 def _tokens(
@@ -158,6 +168,27 @@ def _tokens(
             assert device.clock() >= now, "the clock went back"
     assert found[0] == found[1], f"{type(policy).__name__}: the tokens of a batch depend on the batch before"
     return found[1]
+
+
+def _served_tokens(device: Device, machine: Machine) -> list[list[int]] | None:
+    """Serve requests of which two run at a time, and return the tokens by request; None on a device without serving."""
+    if not isinstance(device, Serves):
+        run_on_own_loop(device.aclose)
+        return None
+    capacity = Capacity(2, 1, 2 * KV_BLOCK_TOKENS, max(map(len, PROMPTS)), 2 * KV_BLOCK_TOKENS)
+    policy = plugins.make_policy("resident")
+    plan = plan_run(machine, device.layout, capacity.fullest(), policy, slot_bytes=device.slot_bytes)
+    requests = [
+        Request(number=number, prompt=len(ids), new_tokens=NEW_TOKENS, arrives=0, ids=ids)
+        for number, ids in enumerate(PROMPTS)
+    ]
+    try:
+        serving = simulate_serving(
+            ServingSetup(plan, policy, capacity, ListedArrivals(requests)), device=device
+        )
+    finally:
+        run_on_own_loop(device.aclose)
+    return [list(serving.requests[number].tokens) for number in range(len(PROMPTS))]
 
 
 class _Values:

@@ -57,14 +57,17 @@ def _check_all_reduce(transports: Sequence[Transport]) -> None:
     for ticket, rows in enumerate((1, 3, 400, 1)):
         scale = 10.0 ** random.integers(-6, 6, size=(len(transports), rows, 96))
         parts = (random.standard_normal(scale.shape) * scale).astype(np.float32)
-        before, expected = parts.copy(), reduce(add, parts)
+        expected = reduce(add, parts).copy()
         exchange = Exchange(ticket, f"{rows} rows")
-        calls = [partial(one.all_reduce, rank, exchange, parts[rank]) for rank, one in enumerate(transports)]
+        calls = [
+            partial(_changed_after, partial(one.all_reduce, rank, exchange, parts[rank]), parts[rank])
+            for rank, one in enumerate(transports)
+        ]
         for total in _at_once(calls):
             assert total.dtype == expected.dtype and total.shape == expected.shape, "another shape or type"
             assert total.tobytes() == expected.tobytes(), "not the sum in the order of ranks"
             total[:] = 0  # a result belongs to its caller: the others keep theirs
-        assert parts.tobytes() == before.tobytes(), "a part was changed"
+        assert (parts == -1).all(), "a part was changed: a result is no copy"
 
 
 def _check_broadcast(transports: Sequence[Transport]) -> None:
@@ -106,8 +109,14 @@ def _check_gather(transports: Sequence[Transport]) -> None:
 
 
 def _changed_after(call: Callable[[], T], part: Array) -> T:
-    """Call a function that sends `part`, then overwrite `part`, as its caller may do; returns the call's result."""
+    """Call a function that sends `part`, then overwrite `part`, as its caller may do; returns the call's result.
+
+    Raises:
+        AssertionError: the call changed `part`.
+    """
+    before = part.tobytes()
     result = call()
+    assert part.tobytes() == before, "a part was changed"
     part[:] = -1
     return result
 

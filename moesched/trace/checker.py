@@ -12,6 +12,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.system.own_loop import interruptible
+from moesched.system.plain_text import shown
 from moesched.trace.chrome_reader import (
     Event,
     SliceArgs,
@@ -122,11 +123,14 @@ def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
         for name in ("thread_name", "thread_sort_index"):
             if (name, pid, tid) not in metadata:
                 yield f"track {tid} of process {pid} has no {name}"
-    order = [
-        (_decoded(event).get("sort_index", -1), event.tid)
-        for event in events
-        if event.ph == "M" and event.name == "thread_sort_index"
-    ]
+    order = []
+    for event in events:
+        if event.ph == "M" and event.name == "thread_sort_index":
+            index = _decoded(event).get("sort_index", -1)
+            if isinstance(index, int):
+                order.append((index, event.tid))
+            else:
+                yield f"track {event.tid} of process {event.pid}: sort_index is {shown(index)}, not a whole number"
     if [tid for _, tid in sorted(order)] != sorted(tid for _, tid in order):
         yield "tids are not in the order in which their tracks are shown"
 

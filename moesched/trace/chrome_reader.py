@@ -18,7 +18,6 @@ from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
 from moesched.system.input_file import read_input
 from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import shown
-from moesched.tasks import Demand
 from moesched.trace.chrome_writer import (
     CANCELLED,
     CRITICAL_PID,
@@ -41,6 +40,7 @@ from moesched.trace.recording import (
     TaskInfo,
     WorkKey,
 )
+from moesched.work import Demand
 
 MOST_BYTES = 1_000_000_000
 """Largest number of bytes of a decompressed trace; a trace of 500,000 tasks has about half of that."""

@@ -225,8 +225,8 @@ def _slices(run: _Shown) -> Iterator[str]:
         if at is None:
             at = lines[line] = f',"line":{json.dumps(line)}'
         took = end - start
-        rates = f',"GB/s":{nbytes / took:.4g}' if nbytes else ""
-        if flops:
+        rates = f',"GB/s":{nbytes / took:.4g}' if nbytes and took else ""
+        if flops and took:
             rates += f',"GFLOP/s":{flops / took:.4g}'
         if each.state != "done" or each.ticket >= 0:
             rates += f',"state":"{each.state}","ticket":{each.ticket}'

@@ -13,18 +13,7 @@ from moesched.errors import BadInput
 from moesched.machines.cost_model import CostModel
 from moesched.steps.memory import Pool, counts_of
 from moesched.steps.pool_counts import Counted
-from moesched.tasks import (
-    STATE_NAMES,
-    Block,
-    Collective,
-    Decision,
-    Demand,
-    Join,
-    Lane,
-    PageTransfer,
-    Task,
-    Work,
-)
+from moesched.tasks import STATE_NAMES, Block, Collective, Decision, Join, Lane, PageTransfer, Task
 from moesched.trace.descriptions import Descriptions, title_of
 from moesched.trace.instants import lengthen
 from moesched.trace.recording import (
@@ -36,6 +25,7 @@ from moesched.trace.recording import (
     Slice,
     WorkKey,
 )
+from moesched.work import Demand, Work
 
 by_id = attrgetter("id")
 """The sort key for program order."""

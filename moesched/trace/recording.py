@@ -12,10 +12,13 @@ import msgspec
 from msgspec import Meta
 
 from moesched.steps.pool_counts import Counted
-from moesched.tasks import Demand, Phase, phase_after
+from moesched.tasks import Phase, phase_after
+from moesched.work import Demand
 
 WAIT = "wait"
 """The verb of a task that lasts until the next request arrives."""
+MOST = 1e30
+"""Limit of FLOPs, bytes and rates in a trace, so that sums and ratios of them are finite."""
 
 
 class LaneName(NamedTuple):
@@ -51,8 +54,8 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
     layer: int = -1
     micro_batch: int = -1
     expert: int = -1
-    flops: float = 0.0
-    nbytes: float = 0.0
+    flops: Annotated[float, Meta(ge=0, le=MOST)] = 0.0
+    nbytes: Annotated[float, Meta(ge=0, le=MOST)] = 0.0
     pages: int = 0
     priority_class: int = 0
     pool: str = ""
@@ -309,8 +312,8 @@ class Roof(
         bandwidth: bytes per second of the memory from which the processor reads.
     """
 
-    flops: Annotated[float, Meta(gt=0)]
-    bandwidth: Annotated[float, Meta(gt=0)]
+    flops: Annotated[float, Meta(ge=1, le=MOST)]
+    bandwidth: Annotated[float, Meta(ge=1, le=MOST)]
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):

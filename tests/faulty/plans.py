@@ -17,7 +17,7 @@ class NamesMemoriesAsTheMachineDoes(Streams):
 class UnknownMemory(Streams):
     def plan(self, plan):
         super().plan(plan)
-        plan.pool("vram", "more", 2, plan.layout.pages)  #! PolicyError: pool: 'vram' is no memory
+        plan.pool("vram", "more", 2, plan.layout.pages)  #! PolicyError: pool: 'vram' is no memory for that on
 
 
 class UnknownMemoryToKeepIn(Streams):
@@ -28,7 +28,7 @@ class UnknownMemoryToKeepIn(Streams):
 
 class UnknownMemoryForKV(Streams):
     def plan(self, plan):
-        plan.place_kv("vram")  #! PolicyError: place_kv: 'vram' is no memory
+        plan.place_kv("vram")  #! PolicyError: place_kv: 'vram' is no memory for that on
 
 
 class UnknownReplacement(Streams):
@@ -39,7 +39,7 @@ class UnknownReplacement(Streams):
 
 class UnknownDiscipline(Streams):
     def plan(self, plan):
-        plan.discipline = "fifo"  #! PolicyError: discipline is 'fifo'
+        plan.discipline = "fifo"  #! PolicyError: discipline is 'fifo': assign 'in_order' or 'ready_first'
 
 
 class HalfASlot(Streams):
@@ -88,12 +88,12 @@ class PlacesNoKV(Streams):
 class PlacesKVTwice(Streams):
     def plan(self, plan):
         super().plan(plan)
-        plan.place_kv("host")  #! PolicyError: place_kv: the KV cache of mb0 is the accelerator's already
+        plan.place_kv("host")  #! PolicyError: place_kv: the KV cache of mb0 is the accelerator's already: place each once
 
 
 class PlacesKVOfAMicroBatchThatIsNotThere(Streams):
     def plan(self, plan):
-        plan.place_kv("accelerator", [0, 7])  #! PolicyError: place_kv: there is no mb7
+        plan.place_kv("accelerator", [0, 7])  #! PolicyError: place_kv: there is no mb7: micro-batches go from 0 to
 
 
 class PlansAsynchronously(Streams):

@@ -10,7 +10,7 @@ from moesched.errors import BadInput
 from moesched.models.gguf.header import GgufHeader, Value, read_gguf_header
 from moesched.models.shards import Shards
 from moesched.system.input_file import is_file, is_folder
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import plain_text, shown
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
@@ -47,7 +47,7 @@ def gguf_files(path: Path) -> list[Path]:
 def gguf_name(path: Path) -> str:
     """Return the name of a model, taken from the name of its file."""
     named = _PART.fullmatch(path.name)
-    return path.stem if named is None else named["model"]
+    return plain_text(path.stem if named is None else named["model"])
 
 
 def read_parts(path: Path) -> GgufParts:

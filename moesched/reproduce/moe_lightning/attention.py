@@ -10,7 +10,7 @@ from moesched.models.operations import Operations
 from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.moe_lightning.rate_factors import RateFactors, machine_at
 from moesched.reproduce.report import Section, rounded
-from moesched.tasks import Work
+from moesched.work import Work
 
 MICRO_BATCHES = (32, 64, 128, 256)
 CONTEXTS = (128, 512, 1024, 2048)

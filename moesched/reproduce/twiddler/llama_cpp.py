@@ -21,7 +21,7 @@ from itertools import takewhile
 from moesched.machines.cost import cost_model
 from moesched.models.operations import Operations
 from moesched.reproduce.twiddler.environments import Bench, PredictedSeconds
-from moesched.tasks import Work
+from moesched.work import Work
 
 LEAST_ON_GPU = 32
 AT_ONCE = 512

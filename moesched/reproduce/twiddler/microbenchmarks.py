@@ -9,7 +9,7 @@ from moesched.models.operations import Operations
 from moesched.reproduce.report import Section, Value, rounded
 from moesched.reproduce.twiddler.environments import Bench
 from moesched.reproduce.twiddler.paper import TwiddlerPaper
-from moesched.tasks import Work
+from moesched.work import Work
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 NEGLIGIBLE = 0.01

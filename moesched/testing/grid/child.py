@@ -20,6 +20,7 @@ from moesched.errors import BadInput
 from moesched.inputs.lookup import find_policy
 from moesched.settings import check_settings, require_defaults
 from moesched.system.children import end_with_parent
+from moesched.system.plain_text import shown
 from moesched.testing.grid.cells import Cell
 from moesched.testing.grid.faults import home_of
 from moesched.testing.grid.items import Outcome, Subject, items_of
@@ -142,9 +143,19 @@ def carry_out(order: ChildOrder, alarm: BinaryIO) -> Iterator[Message]:
 
 
 def command(order: ChildOrder) -> list[str]:
-    """Return the command that starts a child process to carry out an order, with the import path of this process."""
+    """Return the command that starts a child process to carry out an order, with the import path of this process.
+
+    Raises:
+        BadInput: the policy's name or a setting is not UTF-8.
+    """
+    try:
+        told = msgspec.json.encode(order).decode()
+    except UnicodeEncodeError:
+        raise BadInput(
+            f"policy {shown(order.subject.name)}: its name or a setting is not UTF-8: rename its file or folder"
+        ) from None
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
-    return [sys.executable, "-P", "-c", code, msgspec.json.encode(order).decode()]
+    return [sys.executable, "-P", "-c", code, told]
 
 
 def message_in(line: bytes) -> Message | None:

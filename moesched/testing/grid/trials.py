@@ -17,8 +17,8 @@ from moesched.machines.cost import cost_model
 from moesched.machines.cost_model import CostModel
 from moesched.plugins import make_policy
 from moesched.seams import Policy, is_expert_parallel
-from moesched.tasks import Demand, Work
 from moesched.testing.policy_checks import Case, Clock, check_plans, node_cases, policy_cases
+from moesched.work import Demand, Work
 
 SEEDS = range(3)
 """Seeds of the random shapes, and of the uneven durations."""

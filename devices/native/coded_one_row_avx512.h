@@ -1,0 +1,76 @@
+/* One row of x by coded rows of weights, included by coded.c after coded_formats.h where processors multiply bytes in
+ * vectors of 512 bits: codes are multiplied as they are unpacked. A tile would be written to memory to be read once. */
+
+/* Codes of a group, four in each lane of `words` vectors, times the pieces of a row of x. */
+INLINE Ints ISA(row_sum)(const Words *codes, const char *pieces, const int words, int32_t offset) {
+    const __m512i zero = _mm512_setzero_si512();
+    __m512i lower[2] = {_mm512_set1_epi32(offset), zero}, upper[2] = {zero, zero}; /* chains of half the length */
+    _Pragma("GCC unroll 8")
+    for (int w = 0; w < words; w++, pieces += 4) {
+        const __m512i code = (__m512i)codes[w];
+        upper[w % 2] = _mm512_dpbusd_epi32(upper[w % 2], code, _mm512_set1_epi32(word_at(pieces)));
+        lower[w % 2] = _mm512_dpbusd_epi32(lower[w % 2], code, _mm512_set1_epi32(word_at(pieces + 4 * words)));
+    }
+    return (Ints)_mm512_add_epi32(_mm512_add_epi32(lower[0], lower[1]),
+                                  _mm512_slli_epi32(_mm512_add_epi32(upper[0], upper[1]), 8));
+}
+
+/* With each 32 weights of vector v: three times in all for two vectors, as often as for tiles. */
+INLINE void ISA(fetch_beside)(int v, Ahead *ahead) {
+    fetch(ahead);
+    if (v) fetch(ahead);
+}
+
+/* Adds ROWS rows of q4_k times x to the totals. */
+static TARGET void ISA(one_row_q4_k)(const uint8_t *rows, int64_t stride, int64_t weights, const char *x, const Group *groups,
+                                     Ahead *ahead, void *totals) {
+    (void)weights;
+    for (int v = 0; v < VECTORS; v++, rows += LANES * stride) {
+        const char *pieces = x;
+        const Group *group = groups;
+        Floats sum = ((Floats *)totals)[v];
+        Tile tile; /* its scales and minimums alone */
+        ISA(unpack_six_bits)(rows, stride, &tile);
+        for (int pair = 0; pair < 4; pair++) {
+            Words codes[16];
+            ISA(unpack_halves)(rows + 16 + 32 * pair, stride, 8, codes);
+            _Pragma("GCC unroll 2")
+            for (int upper = 0; upper < 2; upper++, group++, pieces += PIECES_BYTES(32)) {
+                ISA(fetch_beside)(v, ahead);
+                const Floats product = __builtin_convertvector(ISA(row_sum)(codes + 8 * upper, pieces, 8, group->offset), Floats);
+                const int g = 2 * pair + upper;
+                sum += product * group->unit * tile.scales[g] + group->sum * tile.minimums[g];
+            }
+        }
+        ((Floats *)totals)[v] = sum;
+    }
+}
+
+/* Adds ROWS rows of q6_k times x to the totals. */
+static TARGET void ISA(one_row_q6_k)(const uint8_t *rows, int64_t stride, int64_t weights, const char *x, const Group *groups,
+                                     Ahead *ahead, void *totals) {
+    (void)weights;
+    for (int v = 0; v < VECTORS; v++, rows += LANES * stride) {
+        const char *pieces = x;
+        const Group *group = groups;
+        Floats sum = ((Floats *)totals)[v];
+        Tile tile; /* its scales alone */
+        ISA(scales_q6_k)(rows, stride, &tile);
+        for (int half = 0; half < 2; half++) {
+            Words lowest[16], highest[8];
+            ISA(words_q6_k)(rows, stride, half, lowest, highest);
+            _Pragma("GCC unroll 8")
+            for (int part = 0; part < 8; part++, group++, pieces += PIECES_BYTES(16)) {
+                Words codes[4];
+                if (part % 2) ISA(fetch_beside)(v, ahead);
+                for (int w = 0; w < 4; w++) codes[w] = ISA(six_bits)(lowest, highest, 4 * part + w);
+                const Floats product = __builtin_convertvector(ISA(row_sum)(codes, pieces, 4, group->offset), Floats);
+                sum += product * group->unit * tile.scales[8 * half + part];
+            }
+        }
+        ((Floats *)totals)[v] = sum;
+    }
+}
+
+#define Q4_K_ONE_ROW ISA(one_row_q4_k)
+#define Q6_K_ONE_ROW ISA(one_row_q6_k)

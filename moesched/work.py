@@ -1,0 +1,80 @@
+"""The demands of tasks on the machine: FLOPs and bytes, the operations of cost tables, time and shares of resources."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class WorkPart(NamedTuple):
+    """Equal operations within a work, described as in measured cost tables.
+
+    Attributes:
+        operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with
+            weights that stay in memory).
+        size: the size of one operation: bytes of weights; bytes moved by a transfer; FLOPs of a prompt's attention;
+            bytes of a KV head in a decode step's attention.
+        rows: the rows that the weights are multiplied with (tokens; for experts the mean over experts), the pages of a
+            transfer, or the KV heads of a decode step's attention.
+        times: the number of operations; a fraction where it is an expectation.
+        coded: bytes of the weights in each coded storage format, as pairs of name and bytes; other weights are plain.
+    """
+
+    operation: str
+    size: float
+    rows: float = 1.0
+    times: float = 1.0
+    coded: tuple[tuple[str, int], ...] = ()
+
+
+class Demand(NamedTuple):
+    """The time and the resources that one task needs on the machine.
+
+    Attributes:
+        seconds: the task's time alone on the machine.
+        shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
+            decimals, so that similar tasks have equal shares.
+        work_class: the task's class among those whose slowdowns were measured; empty for none.
+        slowed: pairs (classes of the tasks beside this one, joined by `at_once`; this task's speed beside them,
+            relative to alone).
+        lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
+        fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
+    """
+
+    seconds: float
+    shares: tuple[tuple[str, float], ...]
+    work_class: str = ""
+    slowed: tuple[tuple[str, float], ...] = ()
+    lead: float = 0.0
+    fixed: float = 0.0
+
+
+class Work(msgspec.Struct, eq=False):
+    """A task's demands on the machine: one object for all tasks of the same kind and size in a step.
+
+    Attributes:
+        kind: the kind of operation, for cost tables and reports, such as "expert_ffn".
+        resource: name of the processor, link or network of the machine that does the work.
+        flops: floating-point operations on that processor.
+        nbytes: bytes read from and written to the processor's memory, or carried over a link.
+        tokens: rows of the operation, for cost tables.
+        parts: the operations that the work consists of, for cost tables.
+        kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format, from 0 to 1.
+        joins: whether the work is part of a call that an earlier task began, so that it starts no kernels.
+        nanoseconds: the task's time alone on the machine; -1 until the virtual driver computes it.
+        lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.
+        demand: the time and the resources that the task needs; None until the virtual driver computes it.
+    """
+
+    kind: str
+    resource: str
+    flops: float = 0.0
+    nbytes: float = 0.0
+    tokens: int = 0
+    parts: tuple[WorkPart, ...] = ()
+    kernel_rate: float = 1.0
+    joins: bool = False
+    nanoseconds: int = -1
+    lead: int = 0
+    demand: Demand | None = None
