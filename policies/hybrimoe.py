@@ -78,8 +78,8 @@ class HybriMoE(LayerByLayer):
     def _prefetch(self, step: Step, i: int, expected: Mapping[int, Routed]) -> None:
         """Prefetch the experts whose arrival shortens the time of their layers most.
 
-        Later layers are taken to be like layer `i`. Their fetches go first on the link, but a page that is under way is not
-        interrupted: each layer that a prefetch outlasts waits for a page, with its fetches or the outputs of its host.
+        Later layers are taken to be like layer `i`. Their fetches go first on the link, but a page that is under way is
+        not interrupted: each layer that a prefetch outlasts waits for a page, with its fetches or its host's outputs.
 
         expected: the routing that is expected of each later layer, by layer.
         """
