@@ -107,9 +107,8 @@ def _sweep(file: Path) -> None:
     """
     with file.open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        whole, _, _ = ledger.read().rpartition(
-            b"\0"
-        )  # a path that was cut off, on a full disk, is another one
+        # A path that a full disk cut off is the path of something else.
+        whole, _, _ = ledger.read().rpartition(b"\0")
         for line in whole.split(b"\0"):
             path = Path(os.fsdecode(line))
             if path.is_absolute() and (path.name.startswith(PREFIX) or path.name.endswith(PARTIAL)):
