@@ -144,9 +144,10 @@ def _computation(hierarchy: Hierarchy, block: str, variant: str, intensity: Inte
 
 
 def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Split:
-    """Return the paper's division of a layer's work, for a batch and micro-batches of these numbers of requests.
+    """Return which memory's processor computes what of a layer, as in MoE-Lightning's hierarchical roofline model.
 
-    The lower level computes attention if it has a processor; the upper level computes all else.
+    The lower level (such as the host) computes attention if it has a processor, and the upper level (such as the GPU)
+    all else.
     """
     computes = hierarchy.lower.peak > 0
     return Split(

@@ -14,7 +14,7 @@ class RoutingListener(Listener):
         self._observer = observer
 
     def opened(self, device: Device) -> None:
-        """Give the observer to the device.
+        """Have the device report its routing to the observer from the first batch on.
 
         Raises:
             BadInput: the device does not report its routing.
@@ -31,7 +31,7 @@ class ActivationListener(Listener):
         self._observer = observer
 
     def opened(self, device: Device) -> None:
-        """Give the observer to the device.
+        """Have the device report activations to the observer from the first batch on.
 
         Raises:
             BadInput: the device does not report activations.

@@ -95,7 +95,7 @@ def record(tasks: Sequence[Task], ranks: Sequence[RankRecord], origin: int, *, t
         tasks: the finished tasks of all ranks, in any order.
         ranks: data of the ranks that ran the tasks.
         origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
-        trimmed: whether earlier tasks are left out.
+        trimmed: true if `tasks` lacks the earliest tasks of the run, as the recording then says.
     """
     joins: list[Sequence[Join]] = [rank.joins for rank in ranks]
     replayed = [task for task in tasks if isinstance(task, Join)]

@@ -302,7 +302,7 @@ class Verbs(StepFacts):
         return verb.in_layer and layer != micro_batch and other is not None and other.progress == needed
 
     def _out_of_order(self, verb: Verb, layer: int, batch: MicroBatch) -> OutOfOrder:
-        """Return the error of a verb whose micro-batch has another progress than the verb needs."""
+        """Make the error of a verb that was called too early or too late in the micro-batch's step."""
         if not self.attends and verb.elsewhere is None:
             return OutOfOrder(
                 f"{verb.name}: node {self.node} does not attend, as the plan is centralised: call it only "

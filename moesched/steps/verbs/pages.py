@@ -65,7 +65,7 @@ class PageVerbs(Verbs):
         return self._transfer("copy_to_pinned", pages, pool, source, FETCHED, PREFETCH)
 
     def promote(self, pages: Sequence[Page], pool: Pool) -> None:
-        """Make the transfers of these pages urgent, unless they have started."""
+        """Make the transfers of these pages to `pool` urgent; a transfer that has started goes on as it is."""
         self._require_own("promote", pool)
         for slot in held_slots("promote", pages, pool):
             if slot.writer is not None:
