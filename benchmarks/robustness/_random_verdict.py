@@ -93,9 +93,8 @@ def _unexpected_end(run: RandomRun, record: Record) -> str:
     if task.state == DONE:
         return "ended well, but should not have" if not fed or record.fails or record.withdrawn else ""
     if task.state == FAILED:
-        cut_off = (
-            run.interrupted and run.kinds[task.lane.name] == "awaitable"
-        )  # an interruption ends what only waits
+        # An interruption ends what only waits.
+        cut_off = run.interrupted and run.kinds[task.lane.name] == "awaitable"
         return "" if cut_off or (record.fails and (fed or on_stream)) else f"failed: {task.cause!r}"
     if task.state != CANCELLED:
         return f"is {STATE_NAMES[task.state]} at the end"
