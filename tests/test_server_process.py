@@ -186,7 +186,7 @@ Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWrite
 async def connected(
     protocol: type[TimedProtocol] = TimedProtocol, application: ASGIApp = long_answer
 ) -> AsyncIterator[tuple[Connect, ServerState]]:
-    """What connects to an application, and the state of its server."""
+    """Serve an application; gives a function that connects to it, and the state of its server."""
     config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none")
     state = ServerState()
     loop = asyncio.get_running_loop()
