@@ -1,7 +1,7 @@
 """The shapes of the results of torch's calls, found once for arguments of equal shapes.
 
-A first call is made on zeros of the host. On torch's device "meta" many calls run in Python and import torch's compiler:
-that takes a second, and each later search for garbage looks at its objects, too.
+A first call is made on zeros of the host. On torch's device "meta" many calls run in Python and import torch's
+compiler: that takes a second, and each later search for garbage looks at its objects, too.
 """
 
 from __future__ import annotations
