@@ -88,7 +88,8 @@ def _signature(of: Any, operands: list[torch.Tensor]) -> Any:
         if of.device.type != "meta":
             raise TypeError  # its value may matter
         operands.append(of)
-        return of.size(), of.stride(), of.storage_offset(), of.dtype, _first(of, operands)
+        same = _first(of, operands) if len(operands) > 1 else 0
+        return of.size(), of.stride(), of.storage_offset(), of.dtype, same
     if isinstance(of, tuple | list):
         return type(of), tuple([_signature(each, operands) for each in of])
     if isinstance(of, dict):

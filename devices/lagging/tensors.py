@@ -169,11 +169,8 @@ class Operations:
             self.calls[name] += 1
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
-        blocks = {
-            _storage(each.twin): each.block
-            for each in _tensors((args, kwargs))
-            if isinstance(each, LaggingTensor)
-        }
+        tensors = _tensors((args, kwargs))
+        blocks = {_storage(each.twin): each.block for each in tensors if isinstance(each, LaggingTensor)}
         shapes = _SHAPES.of(func, _twins(args), _on_host(_twins(kwargs)))
         fresh: list[torch.Tensor] = []
 
@@ -200,7 +197,7 @@ class Operations:
                     for target, value in zip(fresh, given, strict=True):
                         target.copy_(value)
 
-            self._enqueue(stream, work, _tensors((args, kwargs)))
+            self._enqueue(stream, work, tensors)
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
