@@ -9,7 +9,7 @@ from ..native.compiled import library
 from ..native.kernels import NativeKernels, address, matrix_of
 from .layer_weights import Blocks, Tensor, Weights
 from .native_kernel import BFLOAT16, NativeKernel
-from .native_products import MOST_COLUMN_ROWS
+from .native_products import MOST_COLUMN_ROWS, NativeColumns
 from .resources import Resources
 from .seam import COLUMNS, EXPERT_MATRICES, ROWS, Bound, Case
 
@@ -18,6 +18,7 @@ class NativeLimitedExpert(NativeKernel):
     """Runs one expert with a limited activation on the rows of tokens that chose it."""
 
     operation = "expert"
+    takes = f"{NativeKernel.takes}; a limited activation"
 
     def __init__(self, resources: Resources) -> None:
         super().__init__(resources)
@@ -37,7 +38,7 @@ class NativeLimitedExpert(NativeKernel):
 class NativeLimitedExpertByColumns(NativeLimitedExpert):
     """Runs one expert with a limited activation on a few rows, where its matrices are stored transposed."""
 
-    takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
+    takes = f"{NativeColumns.takes}; a limited activation"
 
     def __init__(self, resources: Resources) -> None:
         super().__init__(resources)
