@@ -97,5 +97,5 @@ def settled(value: Any) -> Any:
 
 
 def library_of(accelerator: torch.device) -> AtOnce:
-    """Return the runner's library for an accelerator: an `AtOnce` for the CPU, an `OnStream` for a GPU."""
+    """Return the object that copies results to the host: an `AtOnce` on the CPU, an `OnStream` on a GPU."""
     return AtOnce() if accelerator.type == "cpu" else OnStream(accelerator)

@@ -276,9 +276,9 @@ def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
 
 
 def _join_runs(run: Run, alone: Run) -> Run | None:
-    """Add a sequence to a run; returns the longer run, or None if the slots would not be evenly spaced.
+    """Return `run` with one more sequence, or None if its sequences would not be evenly spaced in the cache.
 
-    alone: a run of one sequence, the next one.
+    alone: the sequence to add, as a `Run` of its own.
     """
     distance = alone.first_slot - (run.first_slot + (run.sequences - 1) * run.distance)
     if distance <= 0 or run.distance not in (0, distance):

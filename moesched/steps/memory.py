@@ -377,7 +377,7 @@ def slots_of(pool: Pool) -> Sequence[Slot]:
 
 
 def counts_of(pool: Pool) -> PoolCounts:
-    """Return the running counts of a pool: pages fetched, uses, pages that left unread."""
+    """Return the running counts of a pool, such as pages fetched, hits, misses, and pages evicted before any use."""
     return pool._counts
 
 

@@ -73,10 +73,13 @@ class View(Generic[K]):
 
 
 class Views(Generic[K]):
-    """The open views of one memory, by a key that identifies their pages.
+    """The open views of pages in one memory.
 
     Args:
-        pages_of: returns the pages of a key, such as of (layer, expert).
+        pages_of: returns the pages that a key stands for, such as those of the key (layer, expert).
+
+    Attributes:
+        open: the open views, by key.
     """
 
     def __init__(self, memory: Memory, pages_of: Callable[[K], tuple[Page, ...]]) -> None:

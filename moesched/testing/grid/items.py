@@ -42,11 +42,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one item.
 
     Attributes:
-        unfit: the fault to report if the policy's plan fits the memory in no item; None if it does in this one.
+        unfit: set if the policy's plan does not fit the memory in this item; reported if it fits in no item.
         cell: the policy's result in a cell; None for other items.
         lanes: whether each lane was used, by the lane's name.
         rivals: the seconds of the shipped policies, by name.
-        skipped: whether the item was not run, since the earlier ones made it needless.
+        skipped: whether the item was not run, as the results of earlier items sufficed.
     """
 
     faults: list[Fault] = []
