@@ -44,7 +44,7 @@ class AtOnce:
 
 
 class OnStream(AtOnce):
-    """Copies results to the host where torch runs on a GPU: a stream copies; a value is read after its task's end."""
+    """Copies results to the host where torch runs on a GPU: copies run on a stream, and are read at the task's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

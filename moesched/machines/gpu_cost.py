@@ -99,9 +99,10 @@ class GpuCosts:
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
 
     def _work_class(self, work: Work) -> str:
-        """Return the class of a work for measured slowdowns; empty on the GPU, whose kernels slow nothing outside it.
+        """Return the class of work under which the slowdowns that a work causes were measured.
 
-        A cache write has the class of other copies on its link if the speed of cache writes was not measured.
+        It is empty for work on the GPU, whose kernels slow down nothing elsewhere. If cache writes were not measured,
+        they have the class of other copies on the same link.
         """
         if work.resource == self.machine.roles.accelerator:
             return ""

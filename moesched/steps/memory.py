@@ -118,7 +118,7 @@ class Memory(ReadOnly):
 
 
 class OpenView(Protocol):
-    """A view of weights, as its slots know it: it ends when one of them gets another page."""
+    """The interface of a view of weights to its slots, which close it when one of them is given another page."""
 
     def close(self, engine: Engine) -> None:
         """End the view, and have the next writers of its slots wait for the tasks that read through it."""
