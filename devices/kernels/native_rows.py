@@ -53,7 +53,10 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """A bound kernel that projects by the library; writes new addresses to the arguments only for other tensors."""
+    """A bound kernel of the native library that normalises and projects hidden states to query, key and value.
+
+    The addresses of its inputs are written to the library's arguments only if the inputs are other tensors than before.
+    """
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 

@@ -18,7 +18,10 @@ class Library(Protocol):
     """The interface to evaluate tensors of torch or MLX and to copy them to the host."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return the context manager to enter before computing outside of bound kernels, or by kernels on many rows."""
+        """Return the context manager in which the library's own functions are called, such as torch's inference mode.
+
+        It is also needed around kernels that call such functions on many rows.
+        """
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:
         """Evaluate lazy tensors of a micro-batch, together with all of its other results that are not evaluated yet."""

@@ -61,7 +61,7 @@ class KVStep:
     ones.
 
     Args:
-        growths: the growth of each sequence.
+        growths: for each sequence the numbers of its old and new tokens, and its blocks.
         block_size: number of tokens in a block.
         indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
 
@@ -210,7 +210,7 @@ class KVStep:
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """Return this step for memory in which the sequences' blocks follow one another, numbered from 0."""
+        """Return this step for a memory with only this step's sequences, whose blocks are contiguous, from number 0."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))
