@@ -18,9 +18,9 @@ class Library(Protocol):
     """The interface to evaluate tensors of torch or MLX and to copy them to the host."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return the context manager in which the library's own functions are called, such as torch's inference mode.
+        """Return the context manager in which torch or MLX is called directly: torch's inference mode, or an empty one.
 
-        It is also needed around kernels that call such functions on many rows.
+        Bound kernels enter it by themselves, except kernels for many rows.
         """
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:

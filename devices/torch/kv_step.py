@@ -260,11 +260,11 @@ def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
 
 
 def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
-    """Add a sequence to a group; returns the larger group, or None if no single view or copy can show it.
+    """Return a group of sequences with one more sequence, or None if one view or copy cannot show them all.
 
     Args:
         part: the group.
-        alone: a group of one sequence, the next one.
+        alone: the sequence to add, as a group of its own.
     """
     if (part.queries, part.length) != (alone.queries, alone.length):
         return None

@@ -110,7 +110,7 @@ class GpuTasks:
         Of several measurements for one point, the shortest counts: the others include a wait.
 
         Args:
-            running: a function from a work of the host or of a link to the seconds that it takes once it has started.
+            running: a function from `Work` of the host or of a link to the seconds that it takes once it has started.
         """
         found: dict[Alike, list[tuple[float, float]]] = {}
         for alike in self._runs:
@@ -164,7 +164,7 @@ def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
     On the GPU the whole task counts as dispatch; elsewhere, the task's time less the running time of its work.
 
     Args:
-        running: a function from a work of the host or of a link to the seconds that it takes once it has started.
+        running: a function from `Work` of the host or of a link to the seconds that it takes once it has started.
     """
     work, seconds = timed
     return seconds if work.resource == GPU else max(0.0, seconds - running(work))

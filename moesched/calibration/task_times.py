@@ -187,10 +187,12 @@ class TaskTimes:
     def rates(
         self, run: RunKey, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return speeds of a run's tasks beside others, relative to running alone, by (class, classes beside it).
+        """Return the speeds at which a run's tasks ran beside others, relative to running alone.
+
+        The keys are pairs: the class of the task's work, and the classes of the work beside it.
 
         Args:
-            fresh: whether the tasks are compared with tasks alone on just fetched weights (see `observed`).
+            fresh: whether speeds are relative to tasks alone whose weights were just fetched (see `observed`).
         """
         return {
             (work_class, others): rate
