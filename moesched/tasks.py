@@ -150,7 +150,7 @@ class Lane:
         return queue.popleft() if queue and queue[0].state == READY else None
 
     def _may_run_ahead(self) -> bool:
-        """Test whether a stream takes a task beyond `depth`: the next one in program order."""
+        """Test whether a stream with `depth` tasks takes one more: only the next one in program order is taken."""
         if self.in_flight >= self.depth_in_order:
             return False
         return self.in_order or (bool(self.heap) and self.heap[0][1] is self.unstarted[0])

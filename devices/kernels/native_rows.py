@@ -53,7 +53,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """A bound kernel of the native library that normalises and projects hidden states to query, key and value.
+    """A bound kernel of the native library: norm of hidden states, projection to queries, keys and values, rotation.
 
     The addresses of its inputs are written to the library's arguments only if the inputs are other tensors than before.
     """

@@ -50,7 +50,7 @@ from .cuda_streams import CudaStreams
 from .global_weights import GlobalWeights, read_global_weights
 from .gpu_memory import require_room
 from .locked_memory import wait_for_device
-from .states import places_of, states_of
+from .states import serving_states, states_of
 from .topologies import Topology, Verbs
 from .warm_up import ExpertWarmUp, WarmUp, WarmUps, memory_for_kv, shapes_of, stand_in
 from .weights import WeightStore
@@ -248,7 +248,7 @@ class TorchDevice(ChoosesDtype):
             OutOfMemory: the plan takes more memory of a GPU than there is.
         """
         self._start(plan)
-        self._open(plan, places_of(plan, self._compute), Sampling())
+        self._open(plan, serving_states(plan, self._compute), Sampling())
 
     def _start(self, plan: Plan) -> None:
         """Free the last batch's memory, start the kernels, and prepare to load the plan's weights."""

@@ -61,7 +61,7 @@ class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitTotal(msgspec.Struct, frozen=True, kw_only=True):
-    """Waits on the second run's critical path in which no task ran, only the policy or the driver.
+    """Waits between tasks on the second run's critical path, in which only the policy or the driver worked.
 
     Attributes:
         kind: verb of the tasks that started after these waits.

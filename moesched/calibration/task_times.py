@@ -208,8 +208,8 @@ class TaskTimes:
         Prefill is left out: the first task of a size may take longer even alone.
 
         Args:
-            fresh: whether times alone come from runs given to `add_fresh`, with just fetched weights; otherwise, to
-                `add`.
+            fresh: whether the times of tasks alone are from runs given to `add_fresh`, in which weights were just
+                fetched; otherwise from runs given to `add`.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:

@@ -67,7 +67,7 @@ class GpuCosts:
         )
 
     def running(self, work: Work) -> float:
-        """Return the seconds that the kernels or the copy of `work` take; if it has measured products, only these count.
+        """Return the seconds of the kernels or the copy of `work`; if it has measured products, only these count.
 
         Raises:
             BadInput: as `work`.

@@ -96,8 +96,7 @@ class KernelTimes:
         return computed / asked if asked else 1.0
 
     def _reading_experts(self, work: Work) -> float:
-        """Return the seconds to read the experts in `work` at the processor's `expert_bandwidth`; 0 if none is stated.
-        """
+        """Return the seconds to read the experts in `work` at the rate `expert_bandwidth`; 0 if none is stated."""
         if self._processor.expert_bandwidth is None:
             return 0.0
         weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)

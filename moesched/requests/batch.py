@@ -51,7 +51,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of all requests that the KV cache has room for at the end of the generation, in whole blocks."""
+        """Tokens of all requests in the KV cache at the end of the generation, rounded up to whole blocks."""
         return self.tokens_at_end(range(len(self.prompts)))
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:

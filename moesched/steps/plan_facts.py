@@ -109,7 +109,7 @@ class PlanFacts(Declarations):
         return self.memories[self.machine.processors[processor].memory]
 
     def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
-        """Return the bytes of a memory that remain after all declarations so far, and after what any policy needs.
+        """Return the bytes of a memory that all declarations so far, and the needs of every policy, leave free.
 
         Activations count for all micro-batches unless `limit_in_flight` is declared, and KV caches as soon as they have
         a place.

@@ -31,7 +31,7 @@ class View(Generic[K]):
         key: identifies the pages, such as (layer, expert).
         pages, slots: the pages, and the slot that holds each.
         bound: the weights as the device's kernels read them, set by the device; None before that.
-        noted: the last step in which a use was noted; `LOADED` (-1) for good where every use has to be noted.
+        noted: the last step in which a use was noted; always `LOADED` (-1) if every use in a step has to be noted.
         moving: the slots whose pages may be replaced.
         block: the block of data that the join writes; None without a join.
         reads: the blocks that a kernel which reads through the view depends on.
