@@ -19,6 +19,7 @@ from ..native.kernels import address, check, numbers
 from .layer_weights import Tensor, Weights
 from .native_ends import NATIVE_ENDS
 from .native_kernel import BFLOAT16, NativeKernel, NativeMemoryKernel, hidden_states
+from .native_limited_expert import NATIVE_LIMITED_EXPERTS
 from .native_products import NATIVE_PRODUCTS
 from .seam import Bound, Case, RouterOutput
 from .workspace import Workspace
@@ -255,6 +256,7 @@ NATIVE = (
     NativeAttentionInputs,
     NativeRoute,
     NativeExpert,
+    *NATIVE_LIMITED_EXPERTS,
     NativeCombine,
     NativeMoELayer,
     *NATIVE_ENDS,
