@@ -123,8 +123,8 @@ class CudaStreams:
     def _time_of(self, issued: CudaTask, event: torch.cuda.Event, now: int) -> int:
         """Return the time of an event of a task on the host's clock, in nanoseconds.
 
-        The time is not later than `now`, and not earlier than the issue of a task that had started by then: of the
-        event's own lane only the event's own task can be such a one.
+        The time is adjusted so that it is not later than `now`, and not earlier than the issue of any task that had
+        started before the event: of the event's own task, or of a task of another lane.
         """
         clock = self._clock
         device = clock.on_device(event, issued.zero)
