@@ -131,13 +131,43 @@ def test_it_keeps_what_transports_promise(name: str, tmp_path: Path) -> None:
     check_transport(MAKERS[name](tmp_path))
 
 
-def test_threads_whose_arrays_differ_are_all_told_at_once() -> None:
-    transport, exchange = InprocTransport(2), Exchange(1, "sum")
+@pytest.mark.parametrize("name", ["inproc", "zeromq over ipc", "mx"])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda one, rank: one.all_reduce(rank, Exchange(1, "sum"), np.ones(2 + rank)),
+            r"rank 0: .* of float64 \(2,\).*; rank 1: .* of float64 \(3,\)",
+        ),
+        (
+            lambda one, rank: one.all_reduce(rank, Exchange(1, "sum", 4, rank), np.ones(2)),
+            r"rank 0: .*step 4, layer 0\) sum; rank 1: .*step 4, layer 1\) sum",
+        ),
+        (
+            lambda one, rank: one.gather(rank, Exchange(1), np.ones(2), rank),
+            "rank 0: gather #1 with root 0.*; rank 1: gather #1 with root 1",
+        ),
+        (
+            lambda one, rank: (one.broadcast if rank else one.gather)(rank, Exchange(1), np.ones(2), 0),
+            "rank 0: gather #1.*; rank 1: broadcast #1",
+        ),
+    ],
+    ids=["arrays", "layers", "roots", "operations"],
+)
+def test_all_ranks_are_told_on_what_they_disagree(name: str, call: Any, said: str, tmp_path: Path) -> None:
+    ranks = MAKERS[name](tmp_path)(2)
     with ThreadPoolExecutor(2) as pool:
-        shapes = [pool.submit(transport.all_reduce, rank, exchange, np.ones(2 + rank)) for rank in range(2)]
-    for each in shapes:
-        with pytest.raises(TransportError, match=r"rank 0: float64 \(2,\); rank 1: float64 \(3,\)"):
+        calls = [pool.submit(call, one, rank) for rank, one in enumerate(ranks)]
+    for each in calls:
+        with pytest.raises(TransportError, match=said):
             each.result()
+    for transport in dict.fromkeys(ranks):
+        asyncio.run(transport.aclose())
+
+
+def test_a_thread_that_asks_for_a_root_that_is_not_there_is_refused() -> None:
+    with pytest.raises(TransportError, match="gather #0: asked for root 2 of 2 ranks"):
+        InprocTransport(2).gather(0, Exchange(0), np.ones(1), 2)
 
 
 @pytest.mark.parametrize("name", ["inproc", "zeromq over ipc", "gloo", "mx"])
