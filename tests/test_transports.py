@@ -92,13 +92,14 @@ class Gathering:
         return gathered
 
 
-class CountedParts(dict[int, Any]):
-    """The parts of an all-gather, by rank; counts how often one was given."""
+class MeasuredParts(dict[int, Any]):
+    """The parts of an all-gather, by rank; keeps the bytes of all that were given."""
 
-    count = 0
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
 
     def __setitem__(self, rank: int, part: Any) -> None:
-        self.count += 1
+        self.sizes.append(part.nbytes)
         super().__setitem__(rank, part)
 
 
@@ -231,7 +232,7 @@ def test_two_processes_meet_over_mlx_s_ring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("items", "gathers"), [(6144, 1), (8192, 1), (8193, 2)])
 def test_a_token_s_sum_takes_one_gather_and_a_larger_one_two(items: int, gathers: int) -> None:
     transport = pytest.importorskip("moesched.transports.mx_distributed").MxDistributedTransport
-    meeting, parts = threading.Barrier(2), CountedParts()
+    meeting, parts = threading.Barrier(2), MeasuredParts()
     ranks = [transport(distributed=Gathering(rank, 2, meeting, parts), backend="jaccl") for rank in range(2)]
     given = np.arange(items, dtype=np.float32)
     with ThreadPoolExecutor(2) as threads:
@@ -240,7 +241,8 @@ def test_a_token_s_sum_takes_one_gather_and_a_larger_one_two(items: int, gathers
             for rank, transport in enumerate(ranks)
         ]
         assert all(np.array_equal(each.result(PATIENCE_SECONDS), 3 * given) for each in sums)
-    assert parts.count == 2 * gathers
+    assert len(parts.sizes) == 2 * gathers
+    assert gathers == 1 or parts.sizes[-1] == given.nbytes, "the second all-gather is of the elements alone"
     for each in ranks:
         asyncio.run(each.aclose())
 
