@@ -123,6 +123,18 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
     ]
 
 
+def test_what_ends_after_the_last_token_takes_no_time() -> None:
+    lengths = {"fetch": 10, "sample": 5}
+    runs = [
+        run_of_recording("short", recording(**lengths), MEASURED),
+        run_of_recording("long", recording(**lengths, prefetch=20), MEASURED),
+    ]
+    comparison = compare_runs(runs)
+    assert find(comparison, "total", "run", "time").values == [15e-9, 15e-9]
+    assert comparison.difference is not None
+    assert comparison.difference.run_seconds == (15e-9, 15e-9)
+
+
 def test_runs_beyond_the_letter_z_have_two_letters() -> None:
     assert [letters_of(number) for number in (1, 25, 26, 27, 52, 702)] == ["B", "Z", "AA", "AB", "BA", "AAA"]
 

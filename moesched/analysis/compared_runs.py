@@ -80,7 +80,8 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
         seconds[phase_of(step.step)].append(step.seconds)
     load, prefill = (next(iter(seconds[phase]), None) for phase in (None, "prefill"))
     decode = seconds["decode"][1:] if recording.trimmed else seconds["decode"]
-    values = _totals(load, prefill, fmean(decode) if decode else None, summary.seconds)
+    whole = summary.steps[-1].end - recording.start / 1e9 if summary.steps else 0.0  # without what ended after it
+    values = _totals(load, prefill, fmean(decode) if decode else None, whole)
     values[Measure("total", "run", "tasks", "tasks")] = summary.tasks
     values[Measure("total", "run", "moved", "bytes")] = summary.nbytes_moved
     for name, lane in zip(recording.titles.values(), summary.lanes, strict=True):
