@@ -16,7 +16,6 @@ from benchmarks.shared.small_runs import (
     TWO_MEMORIES,
     Generated,
     fast_memory,
-    generate,
     same_bits,
 )
 from moesched.devices.kernels.resources import host_indices
@@ -243,16 +242,7 @@ def test_no_page_locked_memory_is_allocated_after_the_second_step(
     gpu = LaggingGpu(seed=2)
     allocations = Allocations(gpu)
     device = device_on(gpu, checkpoint)
-    generate(
-        device,
-        make_policy(policy, settings),
-        TWO_MEMORIES,
-        PROMPTS,
-        new_tokens=4,
-        micro_batch_size=2,
-        weights=0.9,
-        observers=[allocations],
-    )
+    generated(device, policy, settings, weights=0.9, observers=[allocations])
     assert allocations.late == 0
 
 
