@@ -1,4 +1,4 @@
-"""Every policy gives the same logits, to the bit: with one memory or two, on threads, streams or the emulated device."""
+"""Policies give the same logits, to the bit: with one memory or two, on threads, on streams, on the emulated device."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored, known_model
+from moesched.models.architectures.architecture import Architecture, known_model
 from moesched.models.architectures.llama_like import BLOCK_SPARSE_EXPERTS, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
@@ -62,11 +63,6 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of published checkpoints."""
-    return llama_like.tensors(config, BLOCK_SPARSE_EXPERTS)
-
-
 _8X7B = known_model(read, "mixtral-8x7b", max_position_embeddings=32768)
 SHAPES = (
     _8X7B.varied(
@@ -99,7 +95,7 @@ MIXTRAL = Architecture(
     },
     read=read,
     config_json=config_json,
-    tensors=tensors,
+    tensors=partial(llama_like.tensors, names=BLOCK_SPARSE_EXPERTS),
     other_tensors=llama_like.fused_tensors,
     extra_tensors=llama_like.extra_tensors,
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored, known_model
+from moesched.models.architectures.architecture import Architecture, known_model
 from moesched.models.architectures.llama_like import MLP_EXPERTS, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
@@ -70,11 +70,6 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of published checkpoints."""
-    return llama_like.tensors(config, MLP_EXPERTS)
-
-
 QWEN3_30B = known_model(
     read,
     "qwen3-30b-a3b",
@@ -92,7 +87,7 @@ QWEN3_MOE = Architecture(
     sources={"qwen3-30b-a3b": "huggingface.co/Qwen/Qwen3-30B-A3B"},
     read=read,
     config_json=config_json,
-    tensors=tensors,
+    tensors=partial(llama_like.tensors, names=MLP_EXPERTS),
     other_tensors=llama_like.fused_tensors,
     extra_tensors=llama_like.extra_tensors,
 )
