@@ -89,7 +89,13 @@ class InprocTransport:
             return found
 
     def _come(self, rank: int, exchange: Exchange, what: str) -> _Meeting:
-        """Record that a rank came for the collective `what`, and return its meeting; the last rank closes it."""
+        """Record that a rank has begun an exchange; returns the object that collects the parts of all ranks.
+
+        what: name of the collective, for error messages.
+
+        Raises:
+            TransportError: the transport is closed, the rank came twice or does not exist, or the ranks disagree.
+        """
         ticket = exchange.ticket
         if self._closed:
             raise TransportError(f"{what} #{ticket}: the transport was closed")

@@ -46,6 +46,13 @@ class DbrxKeys(Keys, kw_only=True):
     Published files have `rope_theta` in `attn_config`; files of newer tools also have `rope_parameters`.
     """
 
+    aliases = (
+        ("hidden_size", "d_model"),
+        ("num_attention_heads", "n_heads"),
+        ("num_hidden_layers", "n_layers"),
+        ("max_position_embeddings", "max_seq_len"),
+    )
+
     d_model: int = 2048
     n_heads: int = 16
     n_layers: int = 24

@@ -25,6 +25,8 @@ STOP = 151336
 class Glm4MoeKeys(LlamaLikeKeys, kw_only=True):
     """The keys of a GLM-4.5's config.json that are read, with their defaults."""
 
+    aliases = (("num_local_experts", "n_routed_experts"), ("num_mtp_layers", "num_nextn_predict_layers"))
+
     vocab_size: int = 151552
     hidden_size: int = 4096
     num_hidden_layers: int = 46

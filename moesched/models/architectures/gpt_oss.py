@@ -35,6 +35,8 @@ YARN: dict[str, Any] = {
 class GptOssKeys(LlamaLikeKeys, kw_only=True):
     """The keys of a gpt-oss's config.json that are read, with their defaults."""
 
+    aliases = (("num_experts", "num_local_experts"),)
+
     vocab_size: int = 201088
     hidden_size: int = 2880
     num_hidden_layers: int = 36

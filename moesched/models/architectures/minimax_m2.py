@@ -24,6 +24,8 @@ BIAS = "e_score_correction_bias"
 class MiniMaxM2Keys(LlamaLikeKeys, kw_only=True):
     """The keys of a MiniMax-M2's config.json that are read, with their defaults."""
 
+    aliases = (("num_experts", "num_local_experts"),)
+
     vocab_size: int = 200064
     hidden_size: int = 3072
     num_hidden_layers: int = 62

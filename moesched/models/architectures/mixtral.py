@@ -17,6 +17,8 @@ from moesched.models.networks import FeedForward
 class MixtralKeys(LlamaLikeKeys, kw_only=True):
     """The keys of a Mixtral's config.json that are read, with their defaults."""
 
+    aliases = (("num_experts", "num_local_experts"),)
+
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1e6
     num_local_experts: int = 8

@@ -16,6 +16,8 @@ from moesched.models.networks import FeedForward, Router
 class OlmoeKeys(LlamaLikeKeys, kw_only=True):
     """The keys of an OLMoE's config.json that are read, with their defaults."""
 
+    aliases = (("num_local_experts", "num_experts"),)
+
     vocab_size: int = 50304
     hidden_size: int = 2048
     intermediate_size: int = 2048
@@ -26,8 +28,7 @@ class OlmoeKeys(LlamaLikeKeys, kw_only=True):
     max_position_embeddings: int = 4096
     eos_token_id: int | list[int] | None = 50279
     clip_qkv: float | None = None
-    num_experts: int | None = None
-    num_local_experts: int = 64
+    num_experts: int = 64
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
 
@@ -36,7 +37,7 @@ def read(file: ConfigFile) -> ModelConfig:
     """Convert config.json to a ModelConfig."""
     keys = file.keys(OlmoeKeys)
     network = FeedForward(
-        experts=keys.num_local_experts if keys.num_experts is None else keys.num_experts,
+        experts=keys.num_experts,
         top_k=keys.num_experts_per_tok,
         intermediate=keys.intermediate_size,
         router=Router(normalised=keys.norm_topk_prob),

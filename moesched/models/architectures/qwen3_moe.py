@@ -19,13 +19,14 @@ class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
     `intermediate_size` is the inner width of layers without experts, which are not supported.
     """
 
+    aliases = (("num_experts", "num_local_experts"),)
+
     vocab_size: int = 151936
     hidden_size: int = 2048
     num_hidden_layers: int = 24
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 32768
     eos_token_id: int | list[int] | None = None
-    num_experts: int | None = None
     num_local_experts: int = 128
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
@@ -42,7 +43,7 @@ def read(file: ConfigFile) -> ModelConfig:
     file.require("decoder_sparse_step", keys.decoder_sparse_step, 1)
     file.require("mlp_only_layers", [*keys.mlp_only_layers], [])
     network = FeedForward(
-        experts=keys.num_local_experts if keys.num_experts is None else keys.num_experts,
+        experts=keys.num_local_experts,
         top_k=keys.num_experts_per_tok,
         intermediate=keys.moe_intermediate_size,
         router=Router(normalised=keys.norm_topk_prob),

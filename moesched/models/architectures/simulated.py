@@ -39,11 +39,13 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
     Attributes:
         neutral: for each key that the simulation ignores, the values that it may have; any other value is refused.
         kinds: accepted entries of `layer_types`.
+        aliases: pairs of another name that transformers takes for a key, and the name of the field.
         by_layer: keys whose value has one entry for each layer, or none at all.
     """
 
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {"per_layer_config": ({},)}
     kinds: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
     by_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
 
     vocab_size: int
