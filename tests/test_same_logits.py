@@ -22,10 +22,12 @@ from runs import Ended
 
 MODELS = SCHEDULES.models
 EMULATED = Way("emulated", partial(EmulatedDevice, dilation=2.0), SLOW_CPU)
+RANDOM_ROWS = [("moesched.testing.random_rows:RandomRows", {"seed": seed}) for seed in range(5)]
 RUNS = [
     *SCHEDULES.in_turn(),
     *EXPERTS.in_turn(),
     *EXPERTS._replace(policies=[("test_host_experts:EverySecond", {})]).whole(),
+    *EXPERTS._replace(policies=RANDOM_ROWS).in_turn(),
     *EXPERTS._replace(models=EXPERTS.models[:2], ways=[EMULATED]).in_turn(),
 ]
 
