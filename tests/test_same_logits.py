@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 
-from benchmarks.shared.equal_bits import EXPERTS, SCHEDULES, SLOW_CPU, EqualRun, Way
+from benchmarks.shared.equal_bits import EXPERTS, SCHEDULES, SLOW_CPU, EqualRun, Grid, Way
 from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
@@ -28,7 +28,7 @@ RUNS = [
     *EXPERTS.in_turn(),
     *EXPERTS._replace(policies=[("test_host_experts:EverySecond", {})]).whole(),
     *EXPERTS._replace(policies=RANDOM_ROWS).in_turn(),
-    *EXPERTS._replace(models=EXPERTS.models[:2], ways=[EMULATED]).in_turn(),
+    *Grid(EXPERTS.models[:2], [EMULATED], [*SCHEDULES.policies, *EXPERTS.policies]).in_turn(),
 ]
 
 
