@@ -126,7 +126,7 @@ class MicroBatchState:
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:
-        """Return a layer's keys and values, and the step of their KV cache, which has the places of the new tokens."""
+        """Return the KV cache of a layer, and the places of the step's new tokens in this cache."""
         cached, number = self._cached[layer]
         return cached, self.steps[number]
 

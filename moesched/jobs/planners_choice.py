@@ -46,7 +46,7 @@ def with_choice(
     Args:
         lengths: prompt lengths in tokens.
         slot_bytes: returns the bytes of memory that a page of weights takes.
-        process: returns the process that will run the plan, in its state at the call.
+        process: describes the process that will run the plan, as it is at the time of the call.
         listener: told of each stage of the search.
 
     Raises:
