@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.exact.same_behaviour import checkout
 from benchmarks.peers.against_peers import MODEL, budget_of
 from benchmarks.peers.comparison import Case, equal_tokens, seconds_of
 from benchmarks.peers.environment import Peer
@@ -26,7 +27,6 @@ from benchmarks.peers.rounds import Field, add_patience, turned
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most, none_of
 from benchmarks.shared.kept_models import kept_model
-from benchmarks.shared.older_tree import checkout
 from benchmarks.shared.pairs import Pairs, compared, starts_of
 from benchmarks.shared.reading import warm
 from moesched.models.checkpoint import open_checkpoint
