@@ -17,8 +17,8 @@ from moesched.steps.step import Step
 
 
 class CGOPipe:
-    """Streams weights through a double buffer of pages; pages that fit beside the buffer stay in fast memory (r_w in
-    the paper).
+    """Streams weights through a double buffer of pages; pages that fit beside it stay in fast memory. Their share is
+    r_w in the paper.
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator; 2 in the paper.

@@ -28,8 +28,7 @@ IDLE_TOKENS = 3
 
 
 class EpBalanced(NodeExperts):
-    """Uses the best overlapping placement for the nodes' memory, and in each layer the best assignment of chosen
-    experts to nodes.
+    """Uses the best overlapping placement in the nodes' memory, and the best assignment in each layer.
 
     Settings:
         experts: the largest number of experts of each layer that a node holds; by default as many as fit.

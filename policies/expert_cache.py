@@ -29,8 +29,7 @@ from moesched.steps.step import Step
 
 
 class ExpertCache(LayerByLayer):
-    """Runs cached experts on the accelerator; the others are placed on host or accelerator so that the layer ends
-    first.
+    """Runs cached experts on the accelerator, others on host or accelerator so that the layer ends first.
 
     Missing experts with the fewest tokens run on the host; their number minimises the time that the layer takes, by the
     latencies of the machine's cost model. Fetched experts enter the cache. If the host does not have the weights, all

@@ -16,7 +16,7 @@ from moesched.steps.step import Step
 
 
 class FlexGen:
-    """Zigzag block schedule: all micro-batches pass a layer before the next layer; copies run one micro-batch ahead.
+    """Zigzag blocks: all micro-batches pass a layer before the next; copies run one micro-batch ahead.
 
     Settings:
         kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU (r_c in MoE-Lightning).

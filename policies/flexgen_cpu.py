@@ -15,7 +15,7 @@ from .flexgen import FlexGen
 
 
 class FlexGenCPU(FlexGen):
-    """FlexGen(c): FlexGen's block schedule, in which one micro-batch at a time passes through GPU, CPU and GPU."""
+    """FlexGen(c): FlexGen's blocks, in which one micro-batch at a time passes through GPU, CPU and GPU."""
 
     def __init__(self) -> None:
         super().__init__(kv_on_gpu=0.0)

@@ -19,9 +19,7 @@ from moesched.steps.step import Step
 
 
 class FlexGenPipeline:
-    """FlexGen's block schedule: group after group passes through stages with a double buffer each; on one GPU as
-    FlexGen.
-    """
+    """FlexGen's blocks: group after group passes through double-buffered stages; on one GPU as FlexGen."""
 
     pipelines = True
 

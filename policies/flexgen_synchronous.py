@@ -14,7 +14,7 @@ from .flexgen import FlexGen
 
 
 class FlexGenSynchronous(FlexGen):
-    """FlexGen with attention on the GPU; the schedule waits at the end of every micro-batch of every layer."""
+    """FlexGen with attention on the GPU, waiting at the end of every micro-batch of every layer."""
 
     def __init__(self) -> None:
         super().__init__(kv_on_gpu=0.0)

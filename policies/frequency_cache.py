@@ -20,7 +20,7 @@ from moesched.steps.step import Step
 
 
 class FrequencyCache(LayerByLayer):
-    """Runs cached experts on the accelerator and others on the host; if the host cannot run experts, they are fetched.
+    """Runs cached experts on the accelerator and others on the host, or fetches them where it cannot.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.

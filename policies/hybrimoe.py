@@ -24,8 +24,7 @@ from moesched.steps.step import Step
 
 
 class HybriMoE(LayerByLayer):
-    """Divides each layer's experts between host and accelerator, prefetches experts by impact, and evicts by router
-    score.
+    """Divides experts between host and accelerator, prefetches by impact, and evicts by router score.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.

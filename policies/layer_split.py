@@ -19,8 +19,7 @@ from moesched.steps.step import Step
 
 
 class LayerSplit:
-    """Keeps the experts of the first layers on the accelerator; other weights move only for micro-batches of many
-    tokens.
+    """Keeps the first layers' experts on the accelerator; others move only for large micro-batches.
 
     Settings:
         gpu_layers: the largest number of layers with their experts on the accelerator; by default as many as fit.

@@ -20,7 +20,7 @@ from moesched.steps.step import Step
 
 
 class LeastStaleCache(CachedLayers):
-    """Runs every expert on the accelerator; experts that the next layer's router is expected to choose are prefetched.
+    """Runs all experts on the accelerator, and prefetches those that the next layer is expected to choose.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.

@@ -23,8 +23,7 @@ from moesched.steps.step import Step
 
 
 class LruOffload(LayerByLayer):
-    """Runs every expert on the accelerator; a missing expert is fetched and replaces the least recently used of its
-    layer.
+    """Runs all experts on the accelerator; a missing one replaces the least recently used of its layer.
 
     Settings:
         offload_per_layer: number of experts per layer outside the layer's cache; by default the fewest that memory

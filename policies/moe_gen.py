@@ -17,7 +17,7 @@ from .expert_streaming import ExpertStreaming
 
 
 class MoEGen(ExpertStreaming):
-    """The policy `expert_streaming` with one task for each expert of a layer, on the tokens of all micro-batches.
+    """The policy `expert_streaming` with one task for each expert, on the tokens of all micro-batches.
 
     Settings:
         kv_on_gpu: share (0 to 1) of the micro-batches whose KV cache is on the accelerator, where attention then runs.

@@ -29,8 +29,7 @@ VISITORS = 2
 
 
 class Twiddler(LayerByLayer):
-    """Decides for each expert by itself, in ascending order: the GPU if the expert is there or if moving it is faster,
-    else the CPU.
+    """Decides for each expert alone, ascending: the GPU if it is there or faster to move, else the CPU.
 
     Latencies are those of the machine's cost model. A moved expert is evicted after use, as in the paper. If
     accelerator and host share a memory, an expert that is not resident is always fetched.

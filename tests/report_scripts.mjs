@@ -6,6 +6,7 @@ import test from "node:test";
 import { lastUpTo } from "./js/charts.js";
 import { revive } from "./js/data.js";
 import { describe, describeCancelled, describeIdle } from "./js/describe.js";
+import { showRange } from "./js/details.js";
 import { Finder } from "./js/finder.js";
 import { useOf } from "./js/idle.js";
 import { press } from "./js/input.js";
@@ -169,6 +170,12 @@ test("a range tells how busy a lane was, and what it waited for", () => {
   assert.deepEqual(useOf(run, run.lanes[1], 0, 100), { busy: 20, causes: [["data", 50], ["lane", 30]] });
   assert.deepEqual(useOf(run, run.lanes[1], 20, 90), { busy: 10, causes: [["data", 50], ["lane", 10]] });
   assert.deepEqual(useOf(run, run.lanes[0], 60, 100), { busy: 20, causes: [["finished", 20]] });
+});
+
+test("an empty range shows nothing", () => {
+  const panel = { shown: ["a task"], replaceChildren: (...shown) => Object.assign(panel, { shown }) };
+  showRange(panel, [example()], { start: 30, end: 30 });
+  assert.deepEqual(panel.shown, []);
 });
 
 test("tasks are found by the words of their names, in order of time", () => {

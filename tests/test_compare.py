@@ -123,6 +123,40 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            1,
+            "Least time without loading: P (30) with 30 ns, link busy 100%. P (40) took 1.33 times as long, link",
+        ),
+        (
+            4,
+            "Most tokens a second without loading: P (40) with 100,000,000, link busy 100%."
+            " P (30) had 0.33 times as many",
+        ),
+    ],
+)
+def test_runs_of_different_numbers_of_tokens_are_compared_by_their_rates(rows: int, said: str) -> None:
+    runs = [
+        run_of_recording(str(length + 10), recording(rows=rows, fetch=length, sample=10), MEASURED)
+        for length, rows in ((20, 1), (30, rows))
+    ]
+    assert compare_runs(runs).answer().startswith(said)
+
+
+def test_what_ends_after_the_last_token_takes_no_time() -> None:
+    lengths = {"fetch": 10, "sample": 5}
+    runs = [
+        run_of_recording("short", recording(**lengths), MEASURED),
+        run_of_recording("long", recording(**lengths, prefetch=20), MEASURED),
+    ]
+    comparison = compare_runs(runs)
+    assert find(comparison, "total", "run", "time").values == [15e-9, 15e-9]
+    assert comparison.difference is not None
+    assert comparison.difference.run_seconds == (15e-9, 15e-9)
+
+
 def test_runs_beyond_the_letter_z_have_two_letters() -> None:
     assert [letters_of(number) for number in (1, 25, 26, 27, 52, 702)] == ["B", "Z", "AA", "AB", "BA", "AAA"]
 
@@ -205,11 +239,11 @@ def test_what_is_neither_trace_nor_report_is_named(content: bytes, complaint: st
     assert "\n" not in str(caught.value)
 
 
-def recording(**lengths: int) -> Recording:
-    """Transfers of 1,000 bytes each on one link, one after another, by verb and nanoseconds."""
+def recording(rows: int = 0, **lengths: int) -> Recording:
+    """Transfers of 1,000 bytes and some rows each on one link, one after another, by verb and nanoseconds."""
     link, slices, now = LaneName(0, "link"), [], 0
     for number, (verb, length) in enumerate(lengths.items()):
-        task = TaskInfo(verb, verb, "PageTransfer", "copy", "a->b", nbytes=1000)
+        task = TaskInfo(verb, verb, "PageTransfer", "copy", "a->b", nbytes=1000, rows=rows)
         slices.append(Slice(number, link, task, 0, now, now + length))
         now += length
     return Recording([link], slices, [()] * len(slices), [])

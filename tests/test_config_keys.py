@@ -147,6 +147,22 @@ def test_a_key_changes_the_model_or_is_refused_or_is_known_to_have_no_effect(
     assert unread <= neutral, "read these keys, refuse their other values, or name them here"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "alias", "key"),
+    [(name, *pair) for name in FAMILIES for pair in CONFIG_MAPPING[name].attribute_map.items()],
+)
+def test_another_name_that_transformers_takes_for_a_key_says_the_same(
+    model_type: str, alias: str, key: str, tmp_path: Path
+) -> None:
+    values = published(model_type)
+    changed = 2 * values[key]
+    expected = read(tmp_path, values | {key: changed})
+    assert expected is not None
+    assert read(tmp_path, values | {alias: changed}) == expected
+    del values[key]
+    assert read(tmp_path, values | {alias: changed}) == expected
+
+
 SMALL = {
     "hidden_size": 64,
     "num_hidden_layers": 6,

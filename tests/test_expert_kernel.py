@@ -150,6 +150,13 @@ def test_other_work_is_left_to_torch(x_TD: Tensor, blocks: list[Tensor]) -> None
         assert torch.equal(product(x_TD), linear(x_TD, blocks))
 
 
+@needs_kernel
+def test_kernels_that_are_closed_twice_end_their_threads_once() -> None:
+    kernel = NativeKernels(8, threads=2)
+    for _ in range(2):
+        kernel.close()
+
+
 def product_of_a_child() -> int:
     """The exit code of a child that multiplies although its parent's helpers are not there: 0 if it is right."""
     x_TD, weight_ND = torch.ones(1, 1024).bfloat16(), torch.ones(1024, 1024).bfloat16()

@@ -241,6 +241,10 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(
         ),
         (key("gpt-oss.rope.scaling.factor", real(math.inf)), "factor"),
         (key("gpt-oss.attention.sliding_window", number(0)), "sliding_window"),
+        (
+            key("gpt-oss.rope.freq_base_swa", real(5e5)),
+            "gpt-oss.rope.freq_base_swa is 500000.0, which is not",
+        ),
     ],
 )
 def test_a_gpt_oss_that_cannot_be_used_is_refused_in_one_line(

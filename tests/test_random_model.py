@@ -113,11 +113,19 @@ def test_its_config_reads_back_as_the_shape_that_was_asked_for(
     assert read_config(directory) == config.varied(name="m", layers=4, dtype=dtype)
 
 
-def test_layers_that_no_config_json_describes_are_refused(tmp_path: Path) -> None:
-    windows = msgspec.structs.replace(TINY, pattern=(TINY.layer(0).varied(window=4), TINY.layer(1)))
-    said = r"no config\.json of the family mixtral has layers that differ as those of mixtral"
+@pytest.mark.parametrize(
+    "config",
+    [
+        msgspec.structs.replace(TINY, pattern=(TINY.layer(0).varied(window=4), TINY.layer(1))),
+        TINY.varied(qk_norm="head"),
+        TINY.varied(clip=3.0),
+    ],
+    ids=["layers that differ", "norms of queries and keys", "clipped projections"],
+)
+def test_layers_that_no_config_json_describes_are_refused(config: ModelConfig, tmp_path: Path) -> None:
+    said = r"^no config\.json of the family mixtral has layers as those of mixtral[^\n]*: use [^\n]*$"
     with pytest.raises(BadInput, match=said):
-        write_random_model(windows, tmp_path / "m")
+        write_random_model(config, tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 
@@ -213,12 +221,12 @@ def test_wrong_wishes_are_told_with_the_choices(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("form", ["mixtral", "dbrx"])  # the second has all experts of a layer in one tensor
-def test_memory_stays_far_below_the_size_of_the_model(tmp_path: Path, form: str) -> None:
-    config = TINY.varied(hidden=512, intermediate=12_000, form=form)  # 110 MB of weights
+@pytest.mark.parametrize("config", [TINY, SMALL_DBRX])  # the second has all experts of a layer in one tensor
+def test_memory_stays_far_below_the_size_of_the_model(tmp_path: Path, config: ModelConfig) -> None:
+    large = config.varied(layers=1, hidden=512, heads=4, head_dim=128, intermediate=15_000)  # over 110 MB
     tracemalloc.start()
     try:
-        directory = write_random_model(config, tmp_path / "m")
+        directory = write_random_model(large, tmp_path / "m")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -92,13 +92,14 @@ class Gathering:
         return gathered
 
 
-class CountedParts(dict[int, Any]):
-    """The parts of an all-gather, by rank; counts how often one was given."""
+class MeasuredParts(dict[int, Any]):
+    """The parts of an all-gather, by rank; keeps the bytes of all that were given."""
 
-    count = 0
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
 
     def __setitem__(self, rank: int, part: Any) -> None:
-        self.count += 1
+        self.sizes.append(part.nbytes)
         super().__setitem__(rank, part)
 
 
@@ -131,13 +132,43 @@ def test_it_keeps_what_transports_promise(name: str, tmp_path: Path) -> None:
     check_transport(MAKERS[name](tmp_path))
 
 
-def test_threads_whose_arrays_differ_are_all_told_at_once() -> None:
-    transport, exchange = InprocTransport(2), Exchange(1, "sum")
+@pytest.mark.parametrize("name", ["inproc", "zeromq over ipc", "mx"])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda one, rank: one.all_reduce(rank, Exchange(1, "sum"), np.ones(2 + rank)),
+            r"rank 0: .* of float64 \(2,\).*; rank 1: .* of float64 \(3,\)",
+        ),
+        (
+            lambda one, rank: one.all_reduce(rank, Exchange(1, "sum", 4, rank), np.ones(2)),
+            r"rank 0: .*step 4, layer 0\) sum; rank 1: .*step 4, layer 1\) sum",
+        ),
+        (
+            lambda one, rank: one.gather(rank, Exchange(1), np.ones(2), rank),
+            "rank 0: gather #1 with root 0.*; rank 1: gather #1 with root 1",
+        ),
+        (
+            lambda one, rank: (one.broadcast if rank else one.gather)(rank, Exchange(1), np.ones(2), 0),
+            "rank 0: gather #1.*; rank 1: broadcast #1",
+        ),
+    ],
+    ids=["arrays", "layers", "roots", "operations"],
+)
+def test_all_ranks_are_told_on_what_they_disagree(name: str, call: Any, said: str, tmp_path: Path) -> None:
+    ranks = MAKERS[name](tmp_path)(2)
     with ThreadPoolExecutor(2) as pool:
-        shapes = [pool.submit(transport.all_reduce, rank, exchange, np.ones(2 + rank)) for rank in range(2)]
-    for each in shapes:
-        with pytest.raises(TransportError, match=r"rank 0: float64 \(2,\); rank 1: float64 \(3,\)"):
+        calls = [pool.submit(call, one, rank) for rank, one in enumerate(ranks)]
+    for each in calls:
+        with pytest.raises(TransportError, match=said):
             each.result()
+    for transport in dict.fromkeys(ranks):
+        asyncio.run(transport.aclose())
+
+
+def test_a_thread_that_asks_for_a_root_that_is_not_there_is_refused() -> None:
+    with pytest.raises(TransportError, match="gather #0: asked for root 2 of 2 ranks"):
+        InprocTransport(2).gather(0, Exchange(0), np.ones(1), 2)
 
 
 @pytest.mark.parametrize("name", ["inproc", "zeromq over ipc", "gloo", "mx"])
@@ -201,7 +232,7 @@ def test_two_processes_meet_over_mlx_s_ring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("items", "gathers"), [(6144, 1), (8192, 1), (8193, 2)])
 def test_a_token_s_sum_takes_one_gather_and_a_larger_one_two(items: int, gathers: int) -> None:
     transport = pytest.importorskip("moesched.transports.mx_distributed").MxDistributedTransport
-    meeting, parts = threading.Barrier(2), CountedParts()
+    meeting, parts = threading.Barrier(2), MeasuredParts()
     ranks = [transport(distributed=Gathering(rank, 2, meeting, parts), backend="jaccl") for rank in range(2)]
     given = np.arange(items, dtype=np.float32)
     with ThreadPoolExecutor(2) as threads:
@@ -210,7 +241,8 @@ def test_a_token_s_sum_takes_one_gather_and_a_larger_one_two(items: int, gathers
             for rank, transport in enumerate(ranks)
         ]
         assert all(np.array_equal(each.result(PATIENCE_SECONDS), 3 * given) for each in sums)
-    assert parts.count == 2 * gathers
+    assert len(parts.sizes) == 2 * gathers
+    assert gathers == 1 or parts.sizes[-1] == given.nbytes, "the second all-gather is of the elements alone"
     for each in ranks:
         asyncio.run(each.aclose())
 

@@ -117,14 +117,16 @@ class GatheringTransport(ABC):
         )  # fmt: skip
         self._sequence += 1
         try:
-            heads = [_read(data) for data in self._all_gather(_padded(pack(mine), FIRST_BYTES), until)]
+            packed = pack(mine)
+            first = _padded(FIRST_BYTES, len(packed).to_bytes(4, "little"), packed)
+            heads = [_read(data) for data in self._all_gather(first, until)]
             _check_agreement(heads)
             sizes = [prod(head.shape) * head.values.itemsize for head in heads]
             if max(sizes) <= BESIDE_HEADER:
                 return [np.array(head.values).reshape(head.shape) for head in heads]
-            brought = self._all_gather(_padded(array.reshape(-1).view(np.uint8), 4 + max(sizes)), until)
+            brought = self._all_gather(_padded(max(sizes), array.reshape(-1).view(np.uint8)), until)
             return [
-                np.array(data[4 : 4 + size]).view(head.values.dtype).reshape(head.shape)
+                np.array(data[:size]).view(head.values.dtype).reshape(head.shape)
                 for data, size, head in zip(brought, sizes, heads, strict=True)
             ]
         except TransportError as error:
@@ -169,11 +171,13 @@ class GatheringTransport(ABC):
                 future.set_exception(error)
 
 
-def _padded(data: Any, nbytes: int) -> Array:
-    """Return an array of `nbytes` bytes: the length of the data in 4 bytes, the data, and zeros."""
+def _padded(nbytes: int, *parts: Any) -> Array:
+    """Return an array of `nbytes` bytes: those of the parts, one after the other, and zeros."""
     padded = np.zeros(nbytes, np.uint8)
-    padded[:4] = np.frombuffer(len(data).to_bytes(4, "little"), np.uint8)
-    padded[4 : 4 + len(data)] = np.frombuffer(data, np.uint8)
+    end = 0
+    for part in parts:
+        start, end = end, end + len(part)
+        padded[start:end] = np.frombuffer(part, np.uint8)
     return padded
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moesched.errors import TransportError
 from moesched.seams import Exchange
 
+from .frames import NAMES, NOTHING, Frame, Kind
+
 if TYPE_CHECKING:
     from moesched.seams import Array
 
@@ -39,23 +41,23 @@ class InprocTransport:
             TransportError: a rank did not arrive in time, gave up, arrived twice, is in another exchange, or has an
                 array of another shape or dtype; or the transport was closed.
         """
-        total: Array = self._meet("all-reduce", rank, exchange, part, _sum)
+        total: Array = self._meet(Kind.ALL_REDUCE, rank, exchange, part, 0, _sum)
         return total.copy()
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """Return the root's array on every rank; other ranks pass None as `array`. Raises as `all_reduce`."""
-        sent: Array = self._meet("broadcast", rank, exchange, array, partial(_sent_by, root))
+        sent: Array = self._meet(Kind.BROADCAST, rank, exchange, array, root, partial(_sent_by, root))
         return sent.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
         """Return all ranks' parts in rank order, on the root; None on the other ranks. Raises as `all_reduce`."""
-        parts: list[Array] = self._meet("gather", rank, exchange, part, _copies)
+        parts: list[Array] = self._meet(Kind.GATHER, rank, exchange, part, root, _copies)
         return parts if rank == root else None
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
         """Tell the other ranks the reason why this rank takes no part in an exchange, so that they do not wait."""
         with self._changed:
-            self._break(self._come(rank, exchange, "exchange"), f"rank {rank} gave up: {reason}")
+            self._break(self._come(Kind.ABANDON, rank, exchange, None, 0), f"rank {rank} gave up: {reason}")
 
     async def aclose(self) -> None:
         """Close the transport; ranks that wait in an exchange get an error."""
@@ -65,14 +67,20 @@ class InprocTransport:
                 self._break(meeting, "the transport was closed")
 
     def _meet(
-        self, what: str, rank: int, exchange: Exchange, part: Any, result: Callable[[Sequence[Any]], T]
+        self,
+        operation: Kind,
+        rank: int,
+        exchange: Exchange,
+        part: Any,
+        root: int,
+        result: Callable[[Sequence[Any]], T],
     ) -> T:
         """Bring a rank's part to an exchange and wait for the other ranks; return `result` of the parts of all ranks.
 
-        what: the kind of collective, which must be equal on all ranks. result: function of all parts, in rank order.
+        result: function of all parts, in rank order.
         """
         with self._changed:
-            meeting = self._come(rank, exchange, what)
+            meeting = self._come(operation, rank, exchange, part, root)
             meeting.parts[rank] = part
             if len(meeting.parts) == self.ranks and not meeting.problem:
                 try:
@@ -84,23 +92,39 @@ class InprocTransport:
                 missing = ", ".join(str(each) for each in range(self.ranks) if each not in meeting.came)
                 self._break(meeting, f"rank {missing} did not come in {self.timeout_seconds:g} s")
             if meeting.problem:
-                raise TransportError(f"{what} #{exchange.ticket}: {meeting.problem}")
+                raise TransportError(f"{NAMES[operation]} #{exchange.ticket}: {meeting.problem}")
             found: T = meeting.result
             return found
 
-    def _come(self, rank: int, exchange: Exchange, what: str) -> _Meeting:
-        """Record that a rank came for the collective `what`, and return its meeting; the last rank closes it."""
-        ticket = exchange.ticket
+    def _come(
+        self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int
+    ) -> _Meeting:
+        """Record that a rank has begun a collective; returns the object that collects the parts of all ranks.
+
+        If the ranks disagree on what transports between processes compare, too, that object has the problem.
+
+        Raises:
+            TransportError: the transport is closed, the rank came twice or does not exist, or there is no such root.
+        """
+        ticket, signature, step, layer = exchange
+        where = f"{NAMES[operation]} #{ticket}"
         if self._closed:
-            raise TransportError(f"{what} #{ticket}: the transport was closed")
+            raise TransportError(f"{where}: the transport was closed")
+        if not 0 <= root < self.ranks:
+            raise TransportError(f"{where}: asked for root {root} of {self.ranks} ranks")
         meeting = self._meetings.setdefault(ticket, _Meeting())
         if rank in meeting.came or not 0 <= rank < self.ranks:
-            raise TransportError(
-                f"{what} #{ticket}: rank {rank} of {self.ranks} came twice, or does not exist"
+            raise TransportError(f"{where}: rank {rank} of {self.ranks} came twice, or does not exist")
+        shape, values = ((), NOTHING) if part is None else (part.shape, part.reshape(-1)[:0])
+        mine = Frame(
+            Kind.WAITING, operation, rank, ticket=ticket, step=step, layer=layer, root=root, shape=shape,
+            text=signature, values=values,
+        )  # fmt: skip
+        meeting.came[rank] = mine
+        if operation is not Kind.ABANDON and not all(map(mine.names_the_same_as, meeting.came.values())):
+            said = "; ".join(
+                f"rank {each}: {frame.describe()}" for each, frame in sorted(meeting.came.items())
             )
-        meeting.came[rank] = exchange.signature
-        if len(set(meeting.came.values())) > 1:
-            said = "; ".join(f"rank {each}: {signature}" for each, signature in sorted(meeting.came.items()))
             self._break(meeting, f"the ranks disagree on it: {said}")
         if len(meeting.came) == self.ranks:
             del self._meetings[ticket]
@@ -115,11 +139,7 @@ class InprocTransport:
 
 
 def _sum(parts: Sequence[Array]) -> Array:
-    """Return the sum of all parts, in order; raises TransportError if their shapes or dtypes differ."""
-    kinds = [f"{part.dtype} {part.shape}" for part in parts]
-    if len(set(kinds)) > 1:
-        said = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-        raise TransportError(f"the ranks disagree on it: {said}")
+    """Return the sum of all parts, in order."""
     return reduce(add, parts)
 
 
@@ -141,10 +161,10 @@ def _copies(parts: Sequence[Array]) -> list[Array]:
 
 
 class _Meeting:
-    """One exchange in progress: the signatures and parts of the ranks, and the result, or the problem that ended it."""
+    """One exchange in progress: the calls and parts of the ranks, and the result, or the problem that ended it."""
 
     def __init__(self) -> None:
-        self.came: dict[int, str] = {}
+        self.came: dict[int, Frame] = {}
         self.parts: dict[int, Any] = {}
         self.result: Any = None
         self.problem = ""

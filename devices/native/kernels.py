@@ -56,8 +56,9 @@ class NativeKernels:
             raise MemoryError("no memory for the threads of the CPU kernels")
 
     def close(self) -> None:
-        """End the threads of the native kernels."""
-        self._library.moesched_free_team(self._team)
+        """End the threads of the native kernels; a second call does nothing."""
+        if self._team:
+            self._library.moesched_free_team(self._team)
         self._team = None
 
     def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +30,10 @@ class Measure(msgspec.Struct, frozen=True):
     name: str
     what: str
     unit: Unit
+
+
+THROUGHPUT = Measure("total", "throughput", "rate", "tokens/s")
+"""All generated tokens over the time from the end of loading."""
 
 
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +85,13 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
         seconds[phase_of(step.step)].append(step.seconds)
     load, prefill = (next(iter(seconds[phase]), None) for phase in (None, "prefill"))
     decode = seconds["decode"][1:] if recording.trimmed else seconds["decode"]
-    values = _totals(load, prefill, fmean(decode) if decode else None, summary.seconds)
+    whole = (
+        summary.steps[-1].end - recording.start / 1e9 if summary.steps else 0.0
+    )  # without what ended after it
+    values = _totals(load, prefill, fmean(decode) if decode else None, whole)
+    running = whole - (load or 0.0)
+    if (tokens := _tokens(recording, about)) and running > 0:
+        values[THROUGHPUT] = tokens / running
     values[Measure("total", "run", "tasks", "tasks")] = summary.tasks
     values[Measure("total", "run", "moved", "bytes")] = summary.nbytes_moved
     for name, lane in zip(recording.titles.values(), summary.lanes, strict=True):
@@ -97,6 +108,20 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
         trace=Trace(recording, about),
         costs_measured=about.costs_measured,
     )
+
+
+def _tokens(recording: Recording, about: About) -> int:
+    """Return the number of tokens that a batch generated; 0 if it is not known.
+
+    It is not in recordings that lack earlier steps, nor where the rows of `sample` are beams or those of a service.
+    """
+    if recording.trimmed or recording.requests or about.plan.get("beams", 1) != 1:
+        return 0
+    tokens = Counter[int]()
+    for each in recording.slices:
+        if each.task.verb == "sample":
+            tokens[each.lane.rank] += each.task.rows
+    return max(tokens.values(), default=0)
 
 
 def replayed_run(run: ComparedRun) -> ComparedRun:
@@ -160,10 +185,11 @@ def _run_of_report(title: str, report: _Report) -> ComparedRun:
     if report.load_seconds is not None and report.step_seconds:
         whole = report.load_seconds + sum(report.step_seconds)
     values = _totals(report.load_seconds, report.prefill_seconds, report.decode_step_seconds, whole)
-    rates = {"decode": report.decode_tokens_per_second, "throughput": report.throughput_tokens_per_second}
-    for name, rate in rates.items():
-        if rate is not None:
-            values[Measure("total", name, "rate", "tokens/s")] = rate
+    rates = {
+        Measure("total", "decode", "rate", "tokens/s"): report.decode_tokens_per_second,
+        THROUGHPUT: report.throughput_tokens_per_second,
+    }
+    values |= {measure: rate for measure, rate in rates.items() if rate is not None}
     for name, lane in report.lanes.items():
         values |= _lane(name, lane.busy_seconds, lane.utilization)
     values |= _kinds(report.kinds)

@@ -84,9 +84,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return self.runs[number].figures != self.runs[0].figures
 
     def answer(self) -> str:
-        """Describe which run took the least time, how much longer the others took, and the busiest lane of each.
+        """Describe which run was the fastest, how much slower the others were, and the busiest lane of each.
 
-        The text is empty if models differ, if only some runs are predicted, or if one is a replay.
+        The fastest run took the least time or, if the runs generated different numbers of tokens, had the most tokens a
+        second. The text is empty if models differ, if only some runs are predicted, or if one is a replay.
         """
         whole, load = (self._figure("total", name, "time") for name in ("run", "load"))
         took = {
@@ -97,12 +98,29 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         alike = len({(run.model, run.figures) for run in self.runs}) == 1
         if not alike or len(took) < len(self.runs) or any(run.replayed for run in self.runs):
             return ""
+        rates = self._figure("total", "throughput", "rate")
+        tokens = [rate * took[place] for place, rate in enumerate(rates) if rate]
+        if len(tokens) == len(took) and max(tokens) - min(tokens) > 0.5:
+            told = self._by_rate({place: rate for place, rate in enumerate(rates) if rate})
+        else:
+            told = self._by_time(took)
+        return " ".join(f"{words}, {self._busiest(place)}." for place, words in told.items())
+
+    def _by_time(self, took: Mapping[int, float]) -> dict[int, str]:
+        """Return words for each run, the fastest first, by its time in seconds."""
         first, *others = sorted(took, key=took.__getitem__)
-        told = [f"Least time without loading: {self._who(first)} with {format_seconds(took[first])}"]
-        told += [f"{self._who(each)} took {took[each] / took[first]:.2f} times as long" for each in others]
-        return " ".join(
-            f"{words}, {self._busiest(place)}." for words, place in zip(told, (first, *others), strict=True)
-        )
+        best = f"Least time without loading: {self._who(first)} with {format_seconds(took[first])}"
+        return {first: best} | {
+            each: f"{self._who(each)} took {took[each] / took[first]:.2f} times as long" for each in others
+        }
+
+    def _by_rate(self, rates: Mapping[int, float]) -> dict[int, str]:
+        """Return words for each run, the fastest first, by its tokens a second."""
+        first, *others = sorted(rates, key=rates.__getitem__, reverse=True)
+        best = f"Most tokens a second without loading: {self._who(first)} with {format_number(rates[first])}"
+        return {first: best} | {
+            each: f"{self._who(each)} had {rates[each] / rates[first]:.2f} times as many" for each in others
+        }
 
     def _who(self, place: int) -> str:
         return f"{self.runs[place].policy} ({self.runs[place].title})"

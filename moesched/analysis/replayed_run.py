@@ -14,6 +14,7 @@ With `handovers`, the mean times between tasks are included (see `moesched.analy
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
@@ -72,12 +73,15 @@ def replay_recording(
 
 
 def without_loading(recording: Recording) -> Recording:
-    """Remove the initial loading of weights from a recording.
+    """Remove from a recording the initial loading of weights, and what ended after the last token.
 
     Loaded weights are then present from the start, so that no task waits for them. A recording of loading alone is
     returned unchanged.
     """
-    kept = [index for index, each in enumerate(recording.slices) if each.step >= 0]
+    ends = [each.end for each in recording.slices]
+    until = max((each.end for each in recording.slices if each.task.verb == "sample"), default=recording.end)
+    before = recording.slices[: bisect_right(ends, until)]
+    kept = [index for index, each in enumerate(before) if each.step >= 0]
     return recording.part(kept, trimmed=True) if kept else recording
 
 

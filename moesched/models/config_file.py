@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -64,7 +64,17 @@ NULL_SAYS_SOMETHING = (
 _DTYPES: dict[str, DType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
-class Keys(msgspec.Struct, kw_only=True):
+class AliasedKeys(msgspec.Struct, kw_only=True):
+    """Keys of config.json that may have other names.
+
+    Attributes:
+        aliases: pairs of another name that transformers takes for a key, and the name of the field.
+    """
+
+    aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+
+class Keys(AliasedKeys, kw_only=True):
     """The keys of config.json that all models that run have, with Hugging Face's defaults.
 
     Architectures add keys and override defaults in subclasses.
@@ -158,7 +168,7 @@ class ConfigFile:
         Raises:
             BadInput: a value has the wrong type; the message names its key.
         """
-        return convert_value(self._values, kind, str(self.path), RESTORE)
+        return self._decode(self._values, kind)
 
     def text_keys(self, kind: type[T]) -> T:
         """Decode the keys to an object of the class `kind`; keys nested in `text_config` take precedence.
@@ -173,7 +183,12 @@ class ConfigFile:
             return self.keys(kind)
         # The head belongs to the outer model, and so does the key that ties it.
         outer = {key: self._values[key] for key in ("tie_word_embeddings",) if key in self._values}
-        return convert_value(self._values | nested | outer, kind, str(self.path), RESTORE)
+        return self._decode(self._values | nested | outer, kind)
+
+    def _decode(self, values: dict[str, Any], kind: type[T]) -> T:
+        aliases = kind.aliases if issubclass(kind, AliasedKeys) else ()
+        named = {name: values[alias] for alias, name in aliases if alias in values}
+        return convert_value(values | named, kind, str(self.path), RESTORE)
 
     def dtype(self, given: str | None, otherwise: DType) -> DType:
         """Return the dtype of the computation: `given`, else the dtype of the model's weights, else `otherwise`.

@@ -26,6 +26,7 @@ from moesched.models.encoding import encoded
 from moesched.models.gguf.parts import SUFFIX
 from moesched.models.gguf.tensor_names import as_in_gguf
 from moesched.models.gguf.writing import gguf_tensors_of, written_header
+from moesched.models.layers import Layer
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.reading import read_config, require_runs, runs
 from moesched.models.shapes import SHAPES
@@ -93,15 +94,20 @@ def write_random_model(
     nbytes = sum(tensor.nbytes for tensor in _tensors(config))
     with new_folder(target, nbytes, "ask for fewer layers") as folder:
         write_json(folder / "config.json", "config", published_config(config))
-        if len(config.kinds) > 1 and read_config(folder).pattern != config.pattern:
+        if _computed(read_config(folder)) != _computed(config):
             raise BadInput(
-                f"no config.json of the family {config.form} has layers that differ as those of {config.name}: "
-                "use layers that are alike"
+                f"no config.json of the family {config.form} has layers as those of {config.name}: use layers "
+                "that the family has"
             )
         shards = _plan_shards(config, shard_bytes)
         _write_shards(folder, shards, seed, progress)
         write_json(folder / INDEX_NAME, "index", _index(shards))
     return target
+
+
+def _computed(config: ModelConfig) -> list[Layer]:
+    """Return the layers as they are computed, without the formats that their tensors are stored in."""
+    return [replace(layer, formats=()) for layer in config.pattern]
 
 
 def _write_gguf(target: Path, config: ModelConfig, seed: int, progress: Progress | None) -> None:
@@ -127,7 +133,10 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
     layers = shape.layers if layers is None else layers
     if not 1 <= layers <= MOST_LAYERS:
         raise BadInput(f"a model of {layers:,} layers cannot be written; ask for 1 to {MOST_LAYERS:,}")
-    return shape.varied(layers, dtype=dtype)
+    config = shape.varied(layers, dtype=dtype)
+    if not config.routed.experts:
+        raise BadInput(f"{shape.name} has no experts in its first layers: ask for more than {layers:,}")
+    return config
 
 
 # ---------------------------------------------------------------- tensors and shards

@@ -44,10 +44,12 @@ def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
     verb: the calling verb's name, for the message.
 
     Raises:
-        PolicyError: `pages` is a single page, or holds something else.
+        PolicyError: `pages` is a single page or no iterable, or holds something else.
     """
     if isinstance(pages, Page):
         raise PolicyError(f"{verb}: give a list of pages, such as [{describe(pages)}], not one page")
+    if not isinstance(pages, Iterable):
+        raise PolicyError(f"{verb}: {pages!r} is no list of pages: take pages from plan.layout or step")
     listed = tuple(pages)
     for page in listed:
         if not isinstance(page, Page):

@@ -29,6 +29,11 @@ class BringsOnePage(Streams):
         step.fetch(step.pages(i)[0], self.pool)  #! PolicyError: fetch: give a list of pages
 
 
+class BringsNone(Streams):
+    def bring(self, step, i):
+        step.fetch(None, self.pool)  #! PolicyError: fetch: None is no list of pages
+
+
 class BringsToNoPool(Streams):
     def bring(self, step, i):
         step.fetch(step.pages(i), "accelerator")  #! PolicyError: fetch: 'accelerator' is no pool

@@ -1,6 +1,8 @@
 """Policies that the faulty ones derive from; nothing is wrong with them."""
 from __future__ import annotations
 
+import numpy as np
+
 
 class Streams:
     """Streams whole layers through a pool of two; nothing is wrong with it."""
@@ -41,6 +43,14 @@ class Prints(Streams):
     async def decode(self, step):
         print("decoding", step.index)
         await self.prefill(step)
+
+
+class BringsArraysAndGenerators(Streams):
+    """Brings a layer's pages as an array of numpy, and as a generator; nothing is wrong with it either."""
+
+    def bring(self, step, i):
+        pages = step.pages(i)
+        step.fetch(np.array(pages) if i % 2 else (page for page in pages), self.pool)
 
 
 class Routes(Streams):

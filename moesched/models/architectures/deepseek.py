@@ -6,7 +6,7 @@ Published files also have a multi-token prediction layer, which is not used.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
 from moesched.models.config import ModelConfig
@@ -19,6 +19,10 @@ class DeepSeekKeys(SimulatedKeys, kw_only=True):
 
     neutral = SimulatedKeys.neutral | {"attention_bias": (False,), "mlp_bias": (False,)}
     kinds = ("full_attention",)
+    aliases: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("num_local_experts", "n_routed_experts"),
+        ("num_mtp_layers", "num_nextn_predict_layers"),
+    )
 
     vocab_size: int = 129280
     hidden_size: int = 7168
@@ -45,6 +49,8 @@ class DeepSeekKeys(SimulatedKeys, kw_only=True):
 
 class DeepSeekV2Keys(DeepSeekKeys, kw_only=True):
     """The keys of config.json that are read for DeepSeek-V2, with their defaults."""
+
+    aliases = (("num_experts", "n_routed_experts"),)
 
     vocab_size: int = 102400
     hidden_size: int = 4096

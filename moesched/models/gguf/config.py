@@ -89,6 +89,8 @@ def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
     require("expert_gating_func", keys.expert_gating_func, family.score, None)
     if not family.partial:
         require("rope.dimension_count", keys.rope__dimension_count, keys.head_dim, None)
+    if family.windows_in_turn:
+        require("rope.freq_base_swa", keys.rope__freq_base_swa, keys.rope__freq_base, None)
     require("attention.value_length", keys.attention__value_length, keys.head_dim, None)
     require("attention.layer_norm_epsilon", keys.attention__layer_norm_epsilon, MEAN_NORM_EPSILON, None)
     return keys

@@ -33,6 +33,7 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
     logit_scale: float | None = None
     rope__dimension_count: int | None = None
     rope__freq_base: float = 10_000.0
+    rope__freq_base_swa: float | None = None
     rope__scale_linear: float | None = None
     rope__scaling__type: str | None = None
     rope__scaling__factor: float | None = None

@@ -9,7 +9,7 @@ from threading import get_ident
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
 from moesched.steps.memory import Pool, held_slot, held_slots, note_use, slots_of
-from moesched.steps.model_pages import describe, require_pages
+from moesched.steps.model_pages import describe, require_list, require_pages
 from moesched.steps.pool_counts import FETCHED, SPECULATED
 from moesched.steps.verbs.base import Verbs, too_many
 from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
@@ -147,13 +147,17 @@ class PageVerbs(Verbs):
             priority_class: the transfer's priority class on its link; lower ones go first.
         """
         self._require_own(verb, pool, source)
-        if not pages:
+        try:
+            count = len(pages)
+        except TypeError:  # a generator, or no list at all
+            pages = require_list(verb, pages)
+            count = len(pages)
+        if not count:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
         state = self._state
         plan = state.plan
         nbytes = require_pages(verb, pages, plan.layout, pool.page_bytes)
         reads = () if source is None else held_slots(verb, pages, source)
-        count = len(pages)
         if count > 1 and count > len(slots_of(pool)):
             room = len(slots_of(pool))
             raise OverBudget(f"{verb}: {count} pages do not fit pool {pool.name} of {room} slots")

@@ -37,9 +37,13 @@ export function showDetails(panel, selected, select) {
   );
 }
 
-/** Show how busy each lane was in a range of time, and what it waited for. */
+/** Show how busy each lane was in a range of time, and what it waited for; nothing if the range is empty. */
 export function showRange(panel, runs, { start, end }) {
   const span = end - start;
+  if (!span) {
+    panel.replaceChildren();
+    return;
+  }
   const share = (nanoseconds) => `${((100 * nanoseconds) / span).toFixed(1)}%`;
   const body = make("tbody");
   for (const run of runs) {
