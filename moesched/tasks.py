@@ -150,7 +150,7 @@ class Lane:
         return queue.popleft() if queue and queue[0].state == READY else None
 
     def _may_run_ahead(self) -> bool:
-        """Test whether a stream takes a task beyond `depth`: the next one in program order."""
+        """Test whether a stream with `depth` tasks takes one more: only the next one in program order is taken."""
         if self.in_flight >= self.depth_in_order:
             return False
         return self.in_order or (bool(self.heap) and self.heap[0][1] is self.unstarted[0])
@@ -223,21 +223,22 @@ class Task(msgspec.Struct, eq=False, gc=False):
         layer, micro_batch, expert: numbers of the layer, micro-batch and expert of the task; -1 for none.
         operands: the operation's arguments, for the device.
         step: number of the task's step; -1 for a task of no step.
-        generated: number of tokens that each sequence of the task's micro-batch generated before: 0 for prompts, -1 for
-            a task of no step. The least number counts where sequences differ; for a fetch, the least of its step.
+        generated: number of tokens that each sequence of the task's micro-batch generated before the step: 0 for
+            prompts, -1 for a task of no step. The minimum if sequences differ; for a fetch, the minimum of the step.
         id: the task's number in program order.
-        key: sort key among ready tasks: the lane takes the smallest first.
+        key: sort key of ready tasks; of these, the lane takes the one with the smallest key.
         state: one of `WAITING`, `READY`, `RUNNING`, `ISSUED`, `DONE`, `FAILED`, `CANCELLED`.
         waits: number of the task's dependencies that are not met yet.
         start, end: the driver's clock, in nanoseconds, when the task started and ended; -1 before that.
         deps: ids of the tasks that this task waits for.
         inputs: number of tasks whose results the task needs; their ids come first in `deps`.
-        followers: the tasks that wait for this task; None once it has settled.
-        device_edges: dependencies that the device enforces; None for none.
+        followers: the tasks that wait for this task; None once it is done, failed or cancelled.
+        device_edges: dependencies that the device's streams enforce, not the engine; None for none.
         waiter: the policy's coroutine that awaits the task; None for none.
         cause: the error by which the task failed or was cancelled; None for none.
         code, instruction: code object and byte offset of the policy's line that submitted the task; None without one.
-        taken: nanoseconds at which the lane took the task; on real hardware its thread wakes from then to `start`.
+        taken: on real hardware, nanoseconds at which the lane took the task; the time from then to `start` is the time
+            that the lane's thread needs to wake. -1 if not recorded.
         launched: on a stream, nanoseconds at which the host had launched the last of the task's kernels.
         ranges: the rows that an expert's task computes: a part of a micro-batch's rows, or rows of several
             micro-batches, for which `micro_batch` is -1. Empty for all rows of the micro-batch.

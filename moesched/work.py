@@ -8,7 +8,7 @@ import msgspec
 
 
 class WorkPart(NamedTuple):
-    """Equal operations within a work, described as in measured cost tables.
+    """Equal operations that are a part of `Work`, described as in measured cost tables.
 
     Attributes:
         operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with

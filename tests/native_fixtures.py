@@ -1,10 +1,14 @@
-"""The instruction sets that native kernels are tested with."""
+"""The instruction sets that native kernels are tested with, and the kernels of each."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from moesched.devices.native.compiled import availability, instruction_sets
+from moesched.devices.native.kernels import NativeKernels
 
 
 @pytest.fixture(params=instruction_sets() or ["none"])
@@ -14,3 +18,10 @@ def variant(request: pytest.FixtureRequest) -> str:
     if name == "none":
         pytest.skip(availability())
     return name
+
+
+@pytest.fixture
+def native(variant: str) -> Iterator[NativeKernels]:
+    """Native kernels of one instruction set, for up to 2,000 rows."""
+    with closing(NativeKernels(2000, variant, threads=2)) as native:
+        yield native

@@ -16,7 +16,7 @@ from odd_models import PROMPTS, layout_of
 def generated(
     device: TorchDevice,
     policy: str,
-    settings: Mapping[str, int] | None = None,
+    settings: Mapping[str, float] | None = None,
     *,
     machine: Machine = TWO_MEMORIES,
     weights: float = 2.0,

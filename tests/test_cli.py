@@ -146,12 +146,6 @@ DESKTOP = (
 )
 
 
-def test_the_command_explains_itself_with_an_example(command: Any) -> None:
-    said = command("machine", "--help").out
-    assert 'moesched machine --gpu "RTX 3090" --pcie 4x16 --cpu "Ryzen 7950X"' in said
-    assert "moesched list parts" in said
-
-
 def test_the_command_writes_a_file_that_simulate_takes(command: Any, tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     said = command("machine", *DESKTOP, "--out", file)

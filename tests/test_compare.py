@@ -132,7 +132,8 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
         ),
         (
             4,
-            "Most tokens a second without loading: P (40) with 100,000,000, link busy 100%. P (30) had 0.33 times as",
+            "Most tokens a second without loading: P (40) with 100,000,000, link busy 100%."
+            " P (30) had 0.33 times as many",
         ),
     ],
 )

@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.shared.equal_bits import EXPERTS, SLOW_CPU, EqualRun
-from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
+from benchmarks.shared.equal_bits import EXPERTS, SLOW_CPU
 from moesched.calibration.exercise import FinishedTasks
-from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import order_of, popularity_of
@@ -21,6 +19,7 @@ from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
 from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
+from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import plan_best
@@ -34,7 +33,7 @@ from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
-from odd_models import PROMPTS, Reference, layout_of, name_of
+from odd_models import PROMPTS, stored
 from scripted_routing import with_rates
 
 T4 = at_peak(load_machine("t4"))
@@ -322,57 +321,16 @@ def test_where_links_are_slow_and_answers_short_the_planner_has_the_ffn_on_the_c
     assert best.bound_by == "host"
 
 
-PLAIN = [each for each in EXPERTS.models if not each[0].formats]
+PLAIN = [config for config, _ in EXPERTS.models if not config.formats]
 """Models whose experts take so long to load that some are faster on the slow CPU."""
 
 
 # -- on tensors ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=EXPERTS.models, ids=name_of)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference.of(request.param, tmp_path_factory.mktemp("models"))
-
-
-@pytest.mark.parametrize(
-    ("reference", "case"),
-    [pytest.param(each.model, each, id=each.name) for each in EXPERTS.in_turn()],
-    indirect=["reference"],
-)
-def test_logits_are_those_of_resident_to_the_bit(reference: Reference, case: EqualRun) -> None:
-    assert not case.differs(reference)
-
-
-@pytest.mark.parametrize(
-    ("reference", "policy", "settings"),
-    [
-        pytest.param(
-            EXPERTS.models[number % 2], policy, settings, id="-".join([policy, *map(str, settings.values())])
-        )
-        for number, (policy, settings) in enumerate(EXPERTS.policies)
-    ],
-    indirect=["reference"],
-)
-def test_the_emulated_device_gives_the_same_logits(
-    reference: Reference, policy: str, settings: dict[str, Any]
-) -> None:
-    layout = layout_of(reference.checkpoint.config, "float32")
-    sizes: dict[str, Any] = {"new_tokens": 3, "micro_batch_size": 2}
-    expected = generate(
-        TorchDevice(reference.checkpoint, layout, keep_logits=True),
-        make_policy("resident"),
-        ONE_MEMORY,
-        PROMPTS,
-        **sizes,
-    )
-    device: Any = EmulatedDevice(reference.checkpoint, layout, dilation=2.0, keep_logits=True)
-    got = generate(device, make_policy(policy, settings), SLOW_CPU, PROMPTS, weights=0.8, **sizes)
-    assert same_bits(got.logits_RSV, expected.logits_RSV)
-
-
-@pytest.mark.parametrize("reference", PLAIN, ids=name_of, indirect=True)
-def test_twiddler_really_runs_experts_in_all_three_ways(reference: Reference) -> None:
-    device = TorchDevice(reference.checkpoint, weight_layout(reference.checkpoint.config, "float32"))
+@pytest.mark.parametrize("model", PLAIN, ids=lambda config: config.name)
+def test_twiddler_really_runs_experts_in_all_three_ways(model: ModelConfig, tmp_path: Path) -> None:
+    device = TorchDevice(stored(model, tmp_path), weight_layout(model, "float32"))
     policy: Any = make_policy("twiddler", {"experts": 4})
     batch = split_batch([len(each) for each in PROMPTS], 4, 2)
     plan = plan_run(SLOW_CPU, device.layout, batch, policy, {}, device.slot_bytes)

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate, same_bits
+from benchmarks.shared.small_runs import ONE_MEMORY
 from cut_rows import partition
 from moesched import plugins, run_model
-from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch import LayerByLayer, Routed, users_of
 from moesched.errors import NotResident, OutOfOrder, PolicyError
 from moesched.jobs.sparsity import sparsity_of
@@ -32,33 +31,11 @@ from moesched.testing import Case, check_device, check_policy, policy_cases, run
 from moesched.testing.policy_checks import node_cases
 from moesched.testing.random_rows import RandomRows
 from moesched.trace import About, Recorder, read_trace, write_trace
-from odd_models import DBRX, MIXTRAL, PROMPTS, Reference, Streamed
 
 T4 = load_machine("t4")
 RANDOM_ROWS = "moesched.testing.random_rows:RandomRows"
 
 # -- the same bits -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model", "kind", "machine", "seed"),
-    [
-        pytest.param((DBRX, "bfloat16"), TorchDevice, ONE_MEMORY, 1, id="one memory"),
-        pytest.param((MIXTRAL, "float32"), TorchDevice, TWO_MEMORIES, 2, id="two memories"),
-        pytest.param((DBRX, "float32"), Streamed, TWO_MEMORIES, 3, id="two memories, streams"),
-        pytest.param((MIXTRAL, "bfloat16"), Streamed, TWO_MEMORIES, 4, id="streams, another dtype"),
-    ],
-)
-def test_logits_of_random_cuts_and_joins_are_those_of_resident_to_the_bit(
-    tmp_path: Path, model: Any, kind: type[TorchDevice], machine: Machine, seed: int
-) -> None:
-    reference = Reference.of(model, tmp_path)
-    device = kind(reference.checkpoint, reference.layout, keep_logits=True)
-    got = generate(device, RandomRows(seed), machine, PROMPTS, new_tokens=4, micro_batch_size=2)
-    if isinstance(device, Streamed):
-        device.fake.close()
-    assert got.tokens == reference.expected.tokens
-    assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
 
 
 def test_chunks_of_long_prompts_are_cut_and_joined_too(model: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from benchmarks.robustness._damage import Damage, Damaged, Kind, end_of
-from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
+from benchmarks.shared.small_runs import TWO_MEMORIES
 from meddling import Everything
 from moesched.devices.emulated.rehearsal import rehearse
 from moesched.devices.torch.device import TorchDevice
@@ -20,16 +20,15 @@ from moesched.machines.roofline import Roofline
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.host_buffers import routed_rows_bytes
 from moesched.models.layout import Page, weight_layout
-from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
-from moesched.seams import Policy, ignore_progress
+from moesched.seams import ignore_progress
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import HostKernel, PageTransfer, Task
 from moesched.testing import CLOCKS, Case, Clock, policy_cases, run_on_symbols
-from odd_models import DBRX, MIXTRAL, PROMPTS, Streamed, layout_of, stored
+from odd_models import DBRX, MIXTRAL, stored
 
 T4 = load_machine("t4")
 CASES = {case.name: case for case in policy_cases()}
@@ -227,40 +226,6 @@ def test_the_host_runs_no_expert_that_the_plan_did_not_leave_it(
 @pytest.fixture(scope="module", params=[MIXTRAL, DBRX], ids=lambda config: config.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return stored(request.param, tmp_path_factory.mktemp("models"))
-
-
-def generated(
-    device: TorchDevice, policy: Policy, machine: Machine, prompts: Sequence[Sequence[int]] = PROMPTS
-) -> Generated:
-    return generate(device, policy, machine, prompts, new_tokens=4, micro_batch_size=2)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("kind", "machine"),
-    [
-        pytest.param(TorchDevice, ONE_MEMORY, id="one memory"),
-        pytest.param(TorchDevice, TWO_MEMORIES, id="two memories"),
-        pytest.param(Streamed, TWO_MEMORIES, id="two memories, streams"),
-        pytest.param(TorchDevice, THREE_TIERS, id="three tiers"),
-    ],
-)
-def test_logits_are_those_of_resident_to_the_bit(
-    checkpoint: Checkpoint, kind: type[TorchDevice], machine: Machine, dtype: str
-) -> None:
-    layout = layout_of(checkpoint.config, dtype)
-    if machine is THREE_TIERS:
-        roomy = msgspec.structs.replace(machine.memories["host"], capacity="10MB")
-        machine = msgspec.structs.replace(machine, memories=machine.memories | {"host": roomy})
-    expected = generated(
-        TorchDevice(checkpoint, layout, keep_logits=True), make_policy("resident"), ONE_MEMORY
-    )
-    device = kind(checkpoint, layout, keep_logits=True)
-    got = generated(device, EverySecond(), machine)
-    if isinstance(device, Streamed):
-        device.fake.close()
-    assert got.tokens == expected.tokens
-    assert same_bits(got.logits_RSV, expected.logits_RSV)
 
 
 def test_a_rehearsal_sees_experts_on_the_host(checkpoint: Checkpoint) -> None:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
 from moesched.cli.main import main
-from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch import double_buffered
 from moesched.errors import BadInput, PolicyError
@@ -319,20 +318,6 @@ LAYOUT = weight_layout(SHAPES["mixtral-0.8b"].varied(layers=LAYERS))
 
 
 LONG = split_batch([16_000], 12, 1)
-
-
-# -- what a run comes to -----------------------------------------------------------------------------------------------
-
-
-def test_the_emulated_device_has_the_same_tokens_for_every_share(checkpoint: Checkpoint) -> None:
-    layout = weight_layout(checkpoint.config, "float32")
-
-    def tokens(share: float) -> list[list[int]]:
-        device: Any = EmulatedDevice(checkpoint, layout, keep_logits=True, dilation=1.0)
-        policy = make_policy("cgopipe", {"kv_on_gpu": share})
-        return generate(device, policy, TWO_MEMORIES, [[5, 6, 7]], new_tokens=3, micro_batch_size=1).tokens
-
-    assert tokens(1 / 3) == tokens(2 / 3) == tokens(0.0)
 
 
 class ByLayers(FlexGen):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sysconfig
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from moesched.devices.kernels import functions, qkv_functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
+from moesched.devices.kernels.native_limited_expert import NativeLimitedExpertByColumns
 from moesched.devices.kernels.native_products import NativeColumns
 from moesched.devices.kernels.native_rows import NATIVE
 from moesched.devices.kernels.samples import MAKERS, coded_block
@@ -128,12 +128,6 @@ def greedy(
     return result
 
 
-@pytest.fixture
-def native(variant: str) -> Iterator[NativeKernels]:
-    with closing(NativeKernels(2000, variant, threads=2)) as native:
-        yield native
-
-
 @pytest.fixture(params=list(MODELS.values()), ids=list(MODELS))
 def config(request: pytest.FixtureRequest) -> ModelConfig:
     model: ModelConfig = request.param
@@ -152,8 +146,9 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+BY_COLUMNS = (NativeColumns, NativeLimitedExpertByColumns)
 CHECKED, ON_TORCH = (
-    [kind for kind in kinds if kind.operation in MAKERS and kind is not NativeColumns]
+    [kind for kind in kinds if kind.operation in MAKERS and kind not in BY_COLUMNS]
     for kinds in (NATIVE, TORCH_KERNELS)
 )
 

@@ -1,23 +1,35 @@
-"""Every policy gives the same logits, to the bit: with one memory or two, whether lanes are threads or streams."""
+"""Policies give the same logits, to the bit: with one memory or two, on threads, on streams, on the emulated device."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from functools import partial
 from itertools import cycle
 
 import pytest
 
-from benchmarks.shared.equal_bits import SCHEDULES, EqualRun
+from benchmarks.shared.equal_bits import EXPERTS, SCHEDULES, SLOW_CPU, EqualRun, Grid, Way
 from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
+from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.machines import Machine
 from moesched.plugins import make_policy
 from odd_models import PROMPTS, Reference, name_of
+from odd_runs import generated
 from runs import Ended
 
 MODELS = SCHEDULES.models
+EMULATED = Way("emulated", partial(EmulatedDevice, dilation=2.0), SLOW_CPU)
+RANDOM_ROWS = [("moesched.testing.random_rows:RandomRows", {"seed": seed}) for seed in range(5)]
+RUNS = [
+    *SCHEDULES.in_turn(),
+    *EXPERTS.in_turn(),
+    *EXPERTS._replace(policies=[("test_host_experts:EverySecond", {})]).whole(),
+    *EXPERTS._replace(policies=RANDOM_ROWS).in_turn(),
+    *Grid(EXPERTS.models[:2], [EMULATED], [*SCHEDULES.policies, *EXPERTS.policies]).in_turn(),
+]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=name_of)
@@ -27,7 +39,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize(
     ("reference", "case"),
-    [pytest.param(each.model, each, id=each.name) for each in SCHEDULES.in_turn()],
+    [pytest.param(each.model, each, id=each.name) for each in RUNS],
     indirect=["reference"],
 )
 def test_every_policy_gives_the_same_logits(reference: Reference, case: EqualRun) -> None:
@@ -56,16 +68,8 @@ def test_prompts_of_one_length_give_the_same_logits(reference: Reference, policy
 
 def test_three_tiers_are_in_use_at_once(reference: Reference) -> None:
     seen = Ended()
-    got = generate(
-        TorchDevice(reference.checkpoint, reference.layout, keep_logits=True),
-        make_policy("three_tiers"),
-        THREE_TIERS,
-        PROMPTS,
-        new_tokens=4,
-        micro_batch_size=2,
-        weights=0.8,
-        observers=[seen],
-    )
+    device = TorchDevice(reference.checkpoint, reference.layout, keep_logits=True)
+    got = generated(device, "three_tiers", machine=THREE_TIERS, weights=0.8, observers=[seen])
     assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
     pins = {task.work.resource for task in seen.tasks if task.verb == "copy_to_pinned"}
     assert pins == {"disk->pinned", "host->pinned"}
@@ -92,16 +96,7 @@ def test_the_next_batch_finds_the_weights_that_stay(
     device = TorchDevice(reference.checkpoint, reference.layout, keep_logits=True)
     read = []
     for share in weights:
-        got = generate(
-            device,
-            make_policy(policy),
-            machine,
-            PROMPTS,
-            new_tokens=4,
-            micro_batch_size=2,
-            weights=share,
-            keep_open=True,
-        )
+        got = generated(device, policy, machine=machine, weights=share, keep_open=True)
         assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
         read.append(device.bytes_read)
     asyncio.run(device.aclose())

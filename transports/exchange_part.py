@@ -97,9 +97,9 @@ class ExchangePart:
             raise TransportError(where + str(error)) from None
 
     def go_on(self, kind: Kind, came: dict[int, Array], message: Message | None) -> None:
-        """Add arrays by rank that came in frames of this kind before the exchange began, and accept one more message.
+        """Take over what has arrived so far: arrays in frames of this kind, and one message that is not decoded yet.
 
-        message: None if there is no message.
+        came: the arrays, by the rank that sent them. message: the message; None if there is none.
         """
         self._came.setdefault(kind, {}).update(came)
         if message is not None:
@@ -110,7 +110,10 @@ class ExchangePart:
         self._send(ranks, pack(self._frame(kind, values)))
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
-        """Receive from each of `ranks` an array in frames of this kind; return arrays by rank, with pieces flat."""
+        """Wait until an array has come from each of `ranks` in frames of this kind; return the arrays by rank.
+
+        Pieces of arrays are one-dimensional.
+        """
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)
         while missing := wanted - came.keys():

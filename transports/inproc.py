@@ -99,9 +99,12 @@ class InprocTransport:
     def _come(
         self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int
     ) -> _Meeting:
-        """Record that a rank came for a collective, and return its meeting; the last rank closes it.
+        """Record that a rank has begun a collective; returns the object that collects the parts of all ranks.
 
-        The meeting ends with a problem if the ranks disagree on what transports between processes compare, too.
+        If the ranks disagree on what transports between processes compare, too, that object has the problem.
+
+        Raises:
+            TransportError: the transport is closed, the rank came twice or does not exist, or there is no such root.
         """
         ticket, signature, step, layer = exchange
         where = f"{NAMES[operation]} #{ticket}"

@@ -146,7 +146,10 @@ class ZeroMqTransport:
         return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
 
     def _sum_in_pieces(self, own_part: ExchangePart, part: Array) -> Array:
-        """Return the sum of all ranks' `part`s: each rank sums one piece of all, and sends the sum by `own_part`."""
+        """Return the sum of all ranks' `part`s. Each rank adds up one piece of them, and sends this sum to all others.
+
+        own_part: sends and receives the pieces.
+        """
         flat = part.reshape(-1)
         cuts = pieces(flat.size, self.ranks)
         for each in self.others:

@@ -5,7 +5,7 @@ Tests take one model for each policy in each way, in turn; `exactness.py` takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -59,11 +59,12 @@ ROOMY_TIERS = msgspec.structs.replace(
 class Way(NamedTuple):
     """A device on a machine.
 
+    kind: makes the device from a checkpoint and a layout.
     weights: the share of the weights that fast memory has room for.
     """
 
     name: str
-    kind: type[TorchDevice]
+    kind: Callable[..., Any]
     machine: Machine
     weights: float = 0.8
 

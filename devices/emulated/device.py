@@ -94,7 +94,7 @@ class EmulatedDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kind of each lane that is no worker thread: empty, as all lanes (queues of tasks) are worker threads."""
+        """The kinds of lanes (queues of tasks) by name: empty, so that all have the default kind, a worker thread."""
         return {}
 
     @property

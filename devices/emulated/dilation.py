@@ -25,9 +25,10 @@ NEGLIGIBLE = 1 / 200
 def choose_dilations(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> Dilations:
-    """Find the least dilations for prefill and decode of a plan by a rehearsal.
+    """Find how far to slow down prefill and decode of a plan, so that this machine does the work in time.
 
-    The dilations grow with the number of ranks, which share the cores of this machine.
+    A rehearsal measures the work. The dilations (real seconds for each emulated second) are proportional to the number
+    of ranks, which share the cores of this machine.
 
     Args:
         checkpoint, layout: the model's files, and the division of its weights into pages.

@@ -90,7 +90,7 @@ def rehearse(
 
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
-    """Run a policy's plan on a virtual clock with the times of `cost`; `device` works when a task ends."""
+    """Run a policy's plan on a virtual clock with the times of `cost`; `device` computes each task at its end."""
     VirtualRun([Rank(plan, policy, device)], cost=cost, sharing=False, make_engine=Engine).run()
 
 

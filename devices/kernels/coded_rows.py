@@ -38,7 +38,7 @@ class CodedProduct(CodedKernel):
         return super().refusal(case) if case.device == "cpu" else "it is for the CPU"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
+        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(_product, coded_linear, weights["matrix"])
 
 
@@ -54,7 +54,7 @@ class UnpackedProduct(CodedKernel):
         return "it is for GPUs" if case.device == "cpu" else super().refusal(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
+        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(_product, unpacked_linear, weights["matrix"])
 
 

@@ -32,7 +32,7 @@ class ExpertOfProducts(TorchKernel):
         return partial(_run, made_for)
 
     def _made_for(self, case: Case, weights: Weights, rows: int) -> Product:
-        """Return the expert as a function of inputs (rows, D): products with weights, by kernels for `rows` rows."""
+        """Return the function that runs the expert on inputs (rows, D), made of product kernels for `rows` rows."""
         case = case._replace(rows=rows)
         assert case.layer is not None, "it is in a layer"
         products = {

@@ -345,7 +345,10 @@ def _ascending(count: int) -> Array:
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Yield x in tiles of rows of one expert each, with the product by its matrices. counts: rows of each expert."""
+    """Yield tiles of rows of x, each with the function that multiplies it by its expert's matrices.
+
+    counts: number of rows of each expert; a tile has rows of one expert only.
+    """
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):

@@ -61,7 +61,10 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """A bound kernel that attends by the library; prepares arguments again only for other tensors or another cache."""
+    """A bound kernel of the native library for attention over a KV cache.
+
+    The library's arguments are prepared anew only if the inputs are other tensors or another cache than before.
+    """
 
     __slots__ = ("_attended_TX", "_cached", "_call", "_prepared", "_qkv")
 

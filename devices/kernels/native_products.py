@@ -24,7 +24,7 @@ class NativeProduct(NativeKernel):
         return super().refusal(case) or ("it reads row blocks in one format" if several else "")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
+        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 
@@ -46,7 +46,7 @@ class NativeColumns(NativeProduct):
         return super().refusal(case._replace(formats=frozenset({ROWS})))
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
+        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(self._threads.linear_by_columns, blocks=weights["matrix"])
 
 

@@ -19,6 +19,7 @@ from ..native.kernels import address, check, numbers
 from .layer_weights import Tensor, Weights
 from .native_ends import NATIVE_ENDS
 from .native_kernel import BFLOAT16, NativeKernel, NativeMemoryKernel, hidden_states
+from .native_limited_expert import NATIVE_LIMITED_EXPERTS
 from .native_products import NATIVE_PRODUCTS
 from .seam import Bound, Case, RouterOutput
 from .workspace import Workspace
@@ -53,7 +54,10 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """A bound kernel that projects by the library; writes new addresses to the arguments only for other tensors."""
+    """A bound kernel of the native library: norm of hidden states, projection to queries, keys and values, rotation.
+
+    The addresses of its inputs are written to the library's arguments only if the inputs are other tensors than before.
+    """
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 
@@ -174,7 +178,10 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """A bound kernel that runs a layer by the library; writes new addresses to the arguments only for other tensors."""
+    """A bound kernel of the native library for a layer after attention.
+
+    The addresses of its inputs are written to the library's arguments only if the inputs are other tensors than before.
+    """
 
     __slots__ = (
         "_attended_TX",
@@ -249,6 +256,7 @@ NATIVE = (
     NativeAttentionInputs,
     NativeRoute,
     NativeExpert,
+    *NATIVE_LIMITED_EXPERTS,
     NativeCombine,
     NativeMoELayer,
     *NATIVE_ENDS,

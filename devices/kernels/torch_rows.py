@@ -350,7 +350,7 @@ class TorchProduct(PlainKernel):
     operation = "product"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
+        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(linear, blocks=weights["matrix"])
 
 

@@ -89,7 +89,10 @@ class Workspace:
 
 
 class SharedMemory(Workspace):
-    """A workspace whose tensors lie in the scratch, where the next user overwrites them; given `tensors` do not."""
+    """A workspace that takes its tensors from `scratch`, so that the next user of `scratch` overwrites them.
+
+    The tensors that it is given as `tensors` stay where they are.
+    """
 
     def tensor(
         self,

@@ -35,7 +35,7 @@ from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
 from .evaluations import Evaluate, Evaluations
 from .machine import cache_limit, require_unified, wired_limit, with_metal
-from .states import places_of, states_of
+from .states import serving_states, states_of
 from .thread import OneThread
 from .topologies import DEFERRABLE, Topology, Verbs
 from .weights import MlxWeights
@@ -115,7 +115,7 @@ class MlxDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kind of each lane that is no worker thread: empty, as all lanes (queues of tasks) are worker threads.
+        """The kinds of lanes (queues of tasks) by name: empty, so that all have the default kind, a worker thread.
 
         Lanes that compute hand their tasks to the device's one thread.
         """
@@ -170,7 +170,7 @@ class MlxDevice:
             BadInput: the plan takes more memory than this Mac keeps wired.
         """
         self._thread.drop_posted()
-        self._thread.call(self._begin, plan, partial(places_of, plan), Sampling())
+        self._thread.call(self._begin, plan, partial(serving_states, plan), Sampling())
 
     def execute(self, task: Task) -> Any:
         """Run a task, reads and exchanges on the calling thread, all else on the device's thread; returns its value."""

@@ -29,7 +29,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchSt
     return states + chunks_of(plan.chunks, states, prompts) if batch.chunked else states
 
 
-def places_of(plan: Plan) -> list[MicroBatchState]:
+def serving_states(plan: Plan) -> list[MicroBatchState]:
     """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
     Each state has KV caches of its own: opening a request may move others in the same cache, which is safe only between

@@ -101,6 +101,17 @@ class Layer(ctypes.Structure):
     )
 
 
+class LimitedExpert(ctypes.Structure):
+    """The arguments in C of an expert with a limited activation (`LimitedExpert` of limited_expert.c)."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("rows", "hidden", "width", "stride", "transposed")),
+        *((name, _REAL) for name in ("limit", "alpha")),
+        *((name, _POINTER) for name in ("x", "gate", "up", "down")),
+        *((name, _POINTER) for name in ("gate_bias", "up_bias", "down_bias", "y")),
+    )
+
+
 class Head(ctypes.Structure):
     """The arguments in C of last norm, LM head and choice of the likeliest tokens (`Head` of logits.c)."""
 

@@ -21,55 +21,63 @@ INLINE void ISA(fetch_beside)(int v, Ahead *ahead) {
     if (v) fetch(ahead);
 }
 
-/* Adds ROWS rows of q4_k times x to the totals. */
+/* Returns a sum with the products of LANES rows added; they are vector `v` of all rows. */
+typedef Floats ISA(AddRow)(Floats sum, const uint8_t *rows, int64_t stride, const char *x, const Group *group, int v,
+                           Ahead *ahead);
+
+INLINE Floats ISA(add_q4_k)(Floats sum, const uint8_t *rows, int64_t stride, const char *x, const Group *group, int v,
+                            Ahead *ahead) {
+    Tile tile; /* its scales and minimums alone */
+    ISA(unpack_six_bits)(rows, stride, &tile);
+    for (int pair = 0; pair < 4; pair++) {
+        Words codes[16];
+        ISA(unpack_halves)(rows + 16 + 32 * pair, stride, 8, codes);
+        _Pragma("GCC unroll 2")
+        for (int upper = 0; upper < 2; upper++, group++, x += PIECES_BYTES(32)) {
+            ISA(fetch_beside)(v, ahead);
+            const Floats product = __builtin_convertvector(ISA(row_sum)(codes + 8 * upper, x, 8, group->offset), Floats);
+            const int g = 2 * pair + upper;
+            sum += product * group->unit * tile.scales[g] + group->sum * tile.minimums[g];
+        }
+    }
+    return sum;
+}
+
+INLINE Floats ISA(add_q6_k)(Floats sum, const uint8_t *rows, int64_t stride, const char *x, const Group *group, int v,
+                            Ahead *ahead) {
+    Tile tile; /* its scales alone */
+    ISA(scales_q6_k)(rows, stride, &tile);
+    for (int half = 0; half < 2; half++) {
+        Words lowest[16], highest[8];
+        ISA(words_q6_k)(rows, stride, half, lowest, highest);
+        _Pragma("GCC unroll 8")
+        for (int part = 0; part < 8; part++, group++, x += PIECES_BYTES(16)) {
+            Words codes[4];
+            if (part % 2) ISA(fetch_beside)(v, ahead);
+            for (int w = 0; w < 4; w++) codes[w] = ISA(six_bits)(lowest, highest, 4 * part + w);
+            const Floats product = __builtin_convertvector(ISA(row_sum)(codes, x, 4, group->offset), Floats);
+            sum += product * group->unit * tile.scales[8 * half + part];
+        }
+    }
+    return sum;
+}
+
+/* Adds ROWS rows of a format times x to the totals. */
+INLINE void ISA(add_rows_of)(ISA(AddRow) *add, const uint8_t *rows, int64_t stride, const char *x, const Group *groups,
+                             Ahead *ahead, Floats *totals) {
+    for (int v = 0; v < VECTORS; v++) totals[v] = add(totals[v], rows + v * LANES * stride, stride, x, groups, v, ahead);
+}
+
 static TARGET void ISA(one_row_q4_k)(const uint8_t *rows, int64_t stride, int64_t weights, const char *x, const Group *groups,
                                      Ahead *ahead, void *totals) {
     (void)weights;
-    for (int v = 0; v < VECTORS; v++, rows += LANES * stride) {
-        const char *pieces = x;
-        const Group *group = groups;
-        Floats sum = ((Floats *)totals)[v];
-        Tile tile; /* its scales and minimums alone */
-        ISA(unpack_six_bits)(rows, stride, &tile);
-        for (int pair = 0; pair < 4; pair++) {
-            Words codes[16];
-            ISA(unpack_halves)(rows + 16 + 32 * pair, stride, 8, codes);
-            _Pragma("GCC unroll 2")
-            for (int upper = 0; upper < 2; upper++, group++, pieces += PIECES_BYTES(32)) {
-                ISA(fetch_beside)(v, ahead);
-                const Floats product = __builtin_convertvector(ISA(row_sum)(codes + 8 * upper, pieces, 8, group->offset), Floats);
-                const int g = 2 * pair + upper;
-                sum += product * group->unit * tile.scales[g] + group->sum * tile.minimums[g];
-            }
-        }
-        ((Floats *)totals)[v] = sum;
-    }
+    ISA(add_rows_of)(ISA(add_q4_k), rows, stride, x, groups, ahead, totals);
 }
 
-/* Adds ROWS rows of q6_k times x to the totals. */
 static TARGET void ISA(one_row_q6_k)(const uint8_t *rows, int64_t stride, int64_t weights, const char *x, const Group *groups,
                                      Ahead *ahead, void *totals) {
     (void)weights;
-    for (int v = 0; v < VECTORS; v++, rows += LANES * stride) {
-        const char *pieces = x;
-        const Group *group = groups;
-        Floats sum = ((Floats *)totals)[v];
-        Tile tile; /* its scales alone */
-        ISA(scales_q6_k)(rows, stride, &tile);
-        for (int half = 0; half < 2; half++) {
-            Words lowest[16], highest[8];
-            ISA(words_q6_k)(rows, stride, half, lowest, highest);
-            _Pragma("GCC unroll 8")
-            for (int part = 0; part < 8; part++, group++, pieces += PIECES_BYTES(16)) {
-                Words codes[4];
-                if (part % 2) ISA(fetch_beside)(v, ahead);
-                for (int w = 0; w < 4; w++) codes[w] = ISA(six_bits)(lowest, highest, 4 * part + w);
-                const Floats product = __builtin_convertvector(ISA(row_sum)(codes, pieces, 4, group->offset), Floats);
-                sum += product * group->unit * tile.scales[8 * half + part];
-            }
-        }
-        ((Floats *)totals)[v] = sum;
-    }
+    ISA(add_rows_of)(ISA(add_q6_k), rows, stride, x, groups, ahead, totals);
 }
 
 #define Q4_K_ONE_ROW ISA(one_row_q4_k)

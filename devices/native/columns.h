@@ -6,8 +6,9 @@
 
 enum {
     ROWS_AT_ONCE = 16, /* of x */
-    STRIP = 512,       /* outputs whose sums are kept at once, and most that a thread takes at a time */
-    INPUTS = 64,       /* of a tile, even */
+    FEW_ROWS = 3,      /* of x: weights are read once, so what counts is that they are read in the order of memory */
+    SUMS = 8192,       /* that are kept at once */
+    INPUTS = 64,       /* most of a tile, even */
     VECTOR = 32,       /* outputs that are summed together: a cache line of weights */
 };
 
@@ -15,9 +16,10 @@ enum {
  * whole matrix. */
 typedef struct {
     int64_t rows, outputs, pairs;
+    int64_t strip; /* outputs of each row that `sums` has room for */
     const uint16_t *weights[INPUTS], *next[INPUTS]; /* of each input of this tile and of the one that follows */
     uint32_t x[INPUTS / 2 * ROWS_AT_ONCE];          /* pair after pair, in each row after row */
-    float *sums;                                    /* STRIP of each row, on cache lines, in an order of their own */
+    float *sums;                                    /* row after row, on cache lines, in an order of their own */
 } Tile;
 
 /* The inner loops of an instruction set. */

@@ -12,7 +12,7 @@
 enum { PANEL = 6 }; /* rows whose sums of two vectors stay in registers */
 
 /* The sums of a row's vector of outputs: those of even outputs, then those of odd ones. */
-PAIRS_INLINE float *sums_at(const Tile *tile, int64_t row, int64_t output) { return tile->sums + row * STRIP + output; }
+PAIRS_INLINE float *sums_at(const Tile *tile, int64_t row, int64_t output) { return tile->sums + row * tile->strip + output; }
 
 /* Adds to the sums of R rows and V vectors of outputs, from `row` and `output` on. Lanes that are not `here` are no outputs. */
 PAIRS_INLINE void add_panel(const int R, const int V, const Tile *tile, int64_t row, int64_t output, __mmask32 here) {

@@ -16,14 +16,14 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 13
+VERSION = 14
 """The version of the functions' signatures, which the library returns."""
 
 _CALLS = tuple(
     f"moesched_{name}"
     for name in (
         *("embed", "attention_inputs", "attend", "attend_prompts"),
-        *("store", "route", "moe_layer", "logits"),
+        *("store", "route", "moe_layer", "limited_expert", "logits"),
     )
 )
 """Names of the functions that take the threads and a pointer to their arguments."""

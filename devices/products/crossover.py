@@ -78,9 +78,12 @@ def _power_of_two(number: int, most: int) -> int:
 def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
     """Return the largest number of rows for which the native kernel is faster than torch; measured once, then cached.
 
-    The result is 0 if the kernel is never faster, and ANY_ROWS if it still is at the largest number measured.
-    instruction_set: the kernel's. shape: the matrix's. packed: True to compare with torch's product by packed weights,
-    False by plain weights.
+    The result is 0 if the kernel is never faster, and ANY_ROWS if it is faster at the largest number that is measured.
+
+    Args:
+        instruction_set: the instruction set of the kernel.
+        shape: the shape of the matrix.
+        packed: True to compare with torch's product by packed weights, False by plain weights.
     """
     here = _here(instruction_set, shape, packed)
     kept = _kept()

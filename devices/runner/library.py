@@ -18,7 +18,10 @@ class Library(Protocol):
     """The interface to evaluate tensors of torch or MLX and to copy them to the host."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return the context manager to enter before computing outside of bound kernels, or by kernels on many rows."""
+        """Return the context manager in which torch or MLX is called directly: torch's inference mode, or an empty one.
+
+        Bound kernels enter it by themselves, except kernels for many rows.
+        """
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:
         """Evaluate lazy tensors of a micro-batch, together with all of its other results that are not evaluated yet."""

@@ -126,7 +126,7 @@ class MicroBatchState:
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:
-        """Return a layer's keys and values, and the step of their KV cache, which has the places of the new tokens."""
+        """Return the KV cache of a layer, and the places of the step's new tokens in this cache."""
         cached, number = self._cached[layer]
         return cached, self.steps[number]
 
@@ -150,10 +150,10 @@ class MicroBatchState:
 def wholes_of(
     micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
 ) -> list[MicroBatchState]:
-    """Make the states of micro-batches, given each one's request numbers; the first step has the whole prompts.
+    """Make the state of each micro-batch, whose first step computes its prompts as a whole.
 
-    prompts: the tokens of each request, by the request's number. beams: number of sequences of each request while
-    decoding.
+    micro_batches: for each micro-batch, the numbers of its requests. prompts: the token ids of each request, by its
+    number. beams: number of sequences of each request while decoding.
     """
     return [
         MicroBatchState(requests, [prompts[request] for request in requests], beams)

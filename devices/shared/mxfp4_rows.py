@@ -66,7 +66,11 @@ def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, 
 
 
 def join_by_arrays(codes: Bytes, scales_G: Bytes, joined_GB: Bytes) -> None:
-    """Write each of G groups, a scale byte and 16 bytes of codes, to `joined_GB`, given codes and scales apart."""
+    """Join the codes and the scales of G groups of weights in the form that kernels read.
+
+    codes: 16 bytes for each group, with neighbouring codes in one byte. scales_G: a byte for each group.
+    joined_GB: array (G, 17) that is written: each group's scale, then its codes in the kernels' order.
+    """
     first_G8, last_G8 = codes.reshape(-1, 2, CODE_BYTES // 2).swapaxes(0, 1)
     joined_GB[:, 0] = scales_G
     joined_GB[:, 1::2] = first_G8 & 15 | last_G8 << 4

@@ -200,7 +200,10 @@ class PageReader:
         return block_of(raw, shape, stored)
 
     def new_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate `nbytes` bytes for resident weights: uint8, at a multiple of 4096, from `ahead` while that lasts."""
+        """Return a uint8 tensor of `nbytes` bytes for resident weights, at an address that is a multiple of 4096.
+
+        It takes memory from `ahead`; if that has too little left, it allocates new memory.
+        """
         taken = self.ahead.use(nbytes)
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 

@@ -1,4 +1,4 @@
-"""A function that joins two functions into a verb, a function that runs tasks of one kind."""
+"""The type of a device's verbs, functions that run tasks of one kind; `after` puts a function before a verb."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Verb = Callable[[Any], Any]
 
 
 def after(first: Callable[[Any], object], then: Verb) -> Verb:
-    """Return a verb (function that runs a task) that runs `first`, then `then`, and returns the value of `then`."""
+    """Return a function that runs a task by `first`, then by `then`, and returns the value of `then`."""
 
     def both(task: Task) -> Any:
         first(task)

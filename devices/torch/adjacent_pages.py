@@ -15,7 +15,7 @@ from .compute import Compute
 
 
 class AdjacentPages:
-    """Allocates memory for pages: one allocation for an expert or for a layer's dense part (weights but experts).
+    """Allocates memory for pages: one allocation for each expert, and for each layer's other weights.
 
     The row blocks of a matrix that spans several pages are then adjacent, and `joined` makes them one block.
     """
@@ -29,9 +29,9 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Keep the allocations whose pages are exactly those that `pages` has of an expert or dense part; free others.
+        """Keep the allocations of experts and dense parts that have the same pages in `pages`, and free all others.
 
-        Returns the ids of the pages that remain.
+        Returns the ids of the pages whose allocations remain.
         """
         self._together &= {_ids(group) for group in _groups(pages)}
         staying = {page for group in self._together for page in group}

@@ -44,7 +44,7 @@ class AtOnce:
 
 
 class OnStream(AtOnce):
-    """Copies results to the host where torch runs on a GPU: a stream copies; a value is read after its task's end."""
+    """Copies results to the host where torch runs on a GPU: copies run on a stream, and are read at the task's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -97,5 +97,5 @@ def settled(value: Any) -> Any:
 
 
 def library_of(accelerator: torch.device) -> AtOnce:
-    """Return the runner's library for an accelerator: an `AtOnce` for the CPU, an `OnStream` for a GPU."""
+    """Return the object that copies results to the host: an `AtOnce` on the CPU, an `OnStream` on a GPU."""
     return AtOnce() if accelerator.type == "cpu" else OnStream(accelerator)

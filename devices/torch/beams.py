@@ -60,7 +60,7 @@ class BeamSearches:
             for place, request in enumerate(state.requests)
             for parent in self._parents[request]
         ]
-        heirs = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
+        children = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
         for cache in state.caches:
-            cache.reorder(state.sequences, parents, heirs)
-        state.sequences = tuple(heirs)
+            cache.reorder(state.sequences, parents, children)
+        state.sequences = tuple(children)

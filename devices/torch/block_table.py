@@ -194,19 +194,19 @@ class BlockTable:
             state.length = length
 
     def reorder(
-        self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]
+        self, sequences: Sequence[int], parents: Sequence[int], children: Sequence[int]
     ) -> list[BlockCopy]:
-        """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
+        """Replace sequences by others that continue them: children[i] continues sequences[parents[i]].
 
-        Full blocks are shared; a partly filled block is copied for every heir of a sequence except the first.
+        Full blocks are shared; a partly filled block is copied for every child of a sequence except the first.
 
         Args:
             sequences: numbers of the sequences, which end.
-            parents: for each heir the index of its parent in `sequences`.
-            heirs: numbers of the new sequences.
+            parents: for each child the index of its parent in `sequences`.
+            children: numbers of the new sequences.
 
         Returns:
-            the copies that have to be made before tokens are added to an heir.
+            the copies that have to be made before tokens are added to a child.
 
         Raises:
             OutOfBlocks: there are not enough free blocks for the copies.
@@ -215,7 +215,7 @@ class BlockTable:
             before = [self._sequences.pop(sequence) for sequence in sequences]
             partly_filled: list[tuple[int, SequenceBlocks]] = []
             followed: set[int] = set()
-            for heir, parent in zip(heirs, parents, strict=True):
+            for child, parent in zip(children, parents, strict=True):
                 state = before[parent]
                 if parent in followed:
                     full, rest = divmod(state.length - state.first, self._block_size)
@@ -225,7 +225,7 @@ class BlockTable:
                         partly_filled.append((state.blocks[full], split_off))
                     state = split_off
                 followed.add(parent)
-                self._sequences[heir] = state
+                self._sequences[child] = state
             for number, state in enumerate(before):
                 if number not in followed:
                     self._free.give_back(state.blocks)

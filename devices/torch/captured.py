@@ -108,8 +108,8 @@ class Graphs:
 class Captured:
     """A bound kernel that runs another one, and replays a CUDA graph instead once calls with equal arguments repeat.
 
-    The first calls with some arguments run `run`; then one is captured, and later ones replay the graph. If arguments
-    change after few replays, the next capture waits for twice as many equal calls.
+    The first calls with certain arguments call `run`; then a call with the same arguments is captured, and later ones
+    replay the graph. If arguments change after few replays, the next capture waits for twice as many equal calls.
 
     Args:
         run: the bound kernel.
@@ -177,7 +177,7 @@ class Captured:
 def repeated(arguments: Sequence[Any], before: Sequence[Any]) -> bool:
     """Test whether a graph of a call with the arguments `before` can stand for a call with `arguments`.
 
-    That is so if their `identities` are equal. Nearly all arguments are the same objects, for which this takes less.
+    That is so if their `identities` are equal. The test is fast for arguments that are the same objects, as most are.
     """
     if len(arguments) != len(before):
         return False

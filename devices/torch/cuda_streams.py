@@ -42,7 +42,8 @@ class CudaStreams:
         self._execute = execute
         self._issued: dict[str, dict[int, CudaTask]] = {name: {} for name in self._streams}
         """The tasks whose times were not read yet, by lane and number, in the order of issue."""
-        self._unused: list[torch.cuda.Event] = []
+        self._unused: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Pairs of events for the start and the end of a task."""
         self._lock = threading.Lock()
         self._here = threading.local()
         self._device = device
@@ -89,8 +90,8 @@ class CudaStreams:
                 if issued is not None and other.lane is not task.lane:  # otherwise it has ended, or is ahead
                     stream.wait_event(issued.end)
             now = self._host_clock()
-            issued = CudaTask(self, lane, task.id, self._event(), self._event(), self._clock.zero(now))
-            issued.issued_at = now
+            events = self._unused.pop() if self._unused else (self._timed_event(), self._timed_event())
+            issued = CudaTask(self, lane, task.id, events, self._clock.zero(now), now)
             issued.start.record(stream)
             self._issued[lane][task.id] = issued
         self._choose(stream)
@@ -114,24 +115,27 @@ class CudaStreams:
         """
         with self._lock:
             now = self._host_clock()
-            start = self._time_of(issued, issued.start, now)
-            end = self._time_of(issued, issued.end, now)
+            others = [tasks for lane, tasks in self._issued.items() if tasks and lane != issued.lane]
+            start = self._time_of(issued, issued.start, others, now)
+            end = self._time_of(issued, issued.end, others, now)
             del self._issued[issued.lane][issued.number]
-            self._unused += [issued.start, issued.end]
+            self._unused.append((issued.start, issued.end))
         return start, end
 
-    def _time_of(self, issued: CudaTask, event: torch.cuda.Event, now: int) -> int:
+    def _time_of(
+        self, issued: CudaTask, event: torch.cuda.Event, others: list[dict[int, CudaTask]], now: int
+    ) -> int:
         """Return the time of an event of a task on the host's clock, in nanoseconds.
 
-        The time is not later than `now`, and not earlier than the issue of a task that had started by then: of the
-        event's own lane only the event's own task can be such a one.
+        The time is adjusted so that it is not later than `now`, and not earlier than the issue of any task that had
+        started before the event: of the event's own task, or of a task of another lane.
+
+        others: the tasks of each other lane that has any, in the order of issue.
         """
         clock = self._clock
         device = clock.on_device(event, issued.zero)
         reckoned = max(clock.reckoned(device), issued.issued_at)
-        for lane, tasks in self._issued.items():
-            if lane == issued.lane:
-                continue
+        for tasks in others:
             for other in reversed(tasks.values()):
                 if other.issued_at <= reckoned:
                     break
@@ -144,9 +148,6 @@ class CudaStreams:
         # Threads that wait leave their cores to attention on the CPU.
         event: torch.cuda.Event = self._module.Event(enable_timing=True, blocking=True)
         return event
-
-    def _event(self) -> torch.cuda.Event:
-        return self._unused.pop() if self._unused else self._timed_event()
 
 
 class CudaTask:
@@ -161,22 +162,23 @@ class CudaTask:
         result: the task's value, or a `Later` that reads it.
     """
 
+    __slots__ = ("_streams", "end", "issued_at", "lane", "number", "result", "start", "zero")
+
     def __init__(
         self,
         streams: CudaStreams,
         lane: str,
         number: int,
-        start: torch.cuda.Event,
-        end: torch.cuda.Event,
+        events: tuple[torch.cuda.Event, torch.cuda.Event],
         zero: Zero,
+        issued_at: int,
     ) -> None:
         self.result: Any = None
         self.lane = lane
         self.number = number
-        self.start = start
-        self.end = end
+        self.start, self.end = events
         self.zero = zero
-        self.issued_at = 0
+        self.issued_at = issued_at
         self._streams = streams
 
     def wait(self) -> None:

@@ -50,7 +50,7 @@ from .cuda_streams import CudaStreams
 from .global_weights import GlobalWeights, read_global_weights
 from .gpu_memory import require_room
 from .locked_memory import wait_for_device
-from .states import places_of, states_of
+from .states import serving_states, states_of
 from .topologies import Topology, Verbs
 from .warm_up import ExpertWarmUp, WarmUp, WarmUps, memory_for_kv, shapes_of, stand_in
 from .weights import WeightStore
@@ -248,7 +248,7 @@ class TorchDevice(ChoosesDtype):
             OutOfMemory: the plan takes more memory of a GPU than there is.
         """
         self._start(plan)
-        self._open(plan, places_of(plan, self._compute), Sampling())
+        self._open(plan, serving_states(plan, self._compute), Sampling())
 
     def _start(self, plan: Plan) -> None:
         """Free the last batch's memory, start the kernels, and prepare to load the plan's weights."""
@@ -272,7 +272,10 @@ class TorchDevice(ChoosesDtype):
         self._observers.first_request = plan.batch.first_request
 
     def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
-        """Make the functions that run the plan's tasks on these states and sampling; warm a GPU up for new sizes."""
+        """Make the functions that run the plan's tasks, and warm up a GPU for sizes that are new.
+
+        states: the state of each micro-batch. sampling: the settings for choosing tokens.
+        """
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
         if self._compute.replays is not None:

@@ -60,10 +60,15 @@ class DeviceKV:
 
 
 def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute) -> dict[int, DeviceKV]:
-    """Make a `DeviceKV` for each micro-batch whose prompts are in several chunks and whose KV cache is on the host.
+    """Make the memory that keeps keys and values between chunks of prompts whose KV cache is on the host.
+
+    Each micro-batch whose prompts are in several chunks has one such memory, which its chunks share.
+
+    Args:
+        states: the state of each micro-batch of decode steps, by its number.
 
     Returns:
-        the `DeviceKV` by the number of a chunk; all chunks of a micro-batch share one.
+        the memory of each chunk, by the chunk's number.
     """
     of_wholes: dict[int, DeviceKV] = {}
     of_chunks: dict[int, DeviceKV] = {}

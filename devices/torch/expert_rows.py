@@ -19,10 +19,10 @@ class HostRows:
     """The input and output rows of a micro-batch's experts, one for each pair of token and expert, on the host.
 
     Args:
-        exchanged: the memory, which has the experts' input by token, and the token of each row.
+        exchanged: memory for the rows, with the experts' input of each token and the index of each row's token.
 
     Attributes:
-        y_nD: the output rows.
+        y_nD: the output rows, n for all experts together.
     """
 
     def __init__(self, exchanged: RoutedRows) -> None:

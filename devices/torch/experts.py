@@ -131,7 +131,7 @@ class TorchExperts:
         return None
 
     def _reader(self, layer: int) -> Callable[..., None]:
-        """Return a function that reports a layer's activations to the observer, for `read` of `Library.value`."""
+        """Return a function that reports a layer's activations, given as arrays on the host, to the observer."""
 
         def read(*activated: npt.NDArray[Any]) -> None:
             self._observers.activated(layer, (values_nI.copy() for values_nI in activated))

@@ -37,9 +37,9 @@ class Call:
         self._alone = alone
         self._arguments = arguments
 
-    def repeats(self, other: Call) -> bool:
-        """Test whether this call equals another: the same kernel, with the same addresses and numbers as arguments."""
-        return self._alone is other._alone and repeated(self._arguments, other._arguments)
+    def is_repeated(self, alone: Captured, arguments: tuple[Any, ...]) -> bool:
+        """Test whether a call by `alone` with `arguments` equals this one: the same kernel, addresses and numbers."""
+        return self._alone is alone and repeated(arguments, self._arguments)
 
     def launch(self) -> Any:
         """Launch the call's kernels one by one; returns the call's result."""
@@ -79,26 +79,31 @@ class FixedStep:
         self._asked = 0
         """Number of the calls launched ahead that tasks have made by now."""
 
-    def call(self, call: Call) -> Any:
-        """Make the next call of this step; returns its result, which is ready if the step was launched ahead."""
-        if call.operation == FIRST:
-            self._begin(call)
+    def call(self, operation: str, run: Bound, alone: Captured, arguments: tuple[Any, ...]) -> Any:
+        """Make the next call of this step; returns its result, which is ready if the step was launched ahead.
+
+        The arguments are those of `Call`.
+        """
+        if operation == FIRST:
+            self._begin(alone, arguments)
         if self._results:
-            if self._asked < len(self._results) and call.repeats(self._calls.made[self._asked]):
-                self._asked += 1
-                return self._results[self._asked - 1]
+            asked = self._asked
+            if asked < len(self._results) and self._calls.made[asked].is_repeated(alone, arguments):
+                self._asked = asked + 1
+                return self._results[asked]
             self._go_on_alone()
+        call = Call(operation, run, alone, arguments)
         self._calls.made.append(call)
         return call.replay()
 
-    def _begin(self, call: Call) -> None:
-        """Begin a step with its first call.
+    def _begin(self, alone: Captured, arguments: tuple[Any, ...]) -> None:
+        """Begin a step with its first call, given as for `Call`.
 
         All calls of the step before are launched ahead in one graph, if that step was complete and began with an equal
         call.
         """
         self._asked = 0
-        if self._is_whole() and call.repeats(self._calls.made[0]):
+        if self._is_whole() and self._calls.made[0].is_repeated(alone, arguments):
             self._results = self._whole(self._calls)
         else:
             self._record_only(0)
@@ -139,7 +144,7 @@ class InStep:
         self._step = step
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._step.call(Call(*self._of, arguments))
+        return self._step.call(*self._of, arguments)
 
 
 class Replays:

@@ -102,18 +102,18 @@ class BlockedKV:
         """
         return KVStep(sequences, self.table.grow(sequences, new), self.block_size, self._indices)
 
-    def reorder(self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]) -> None:
-        """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
+    def reorder(self, sequences: Sequence[int], parents: Sequence[int], children: Sequence[int]) -> None:
+        """Replace sequences by others that continue them: children[i] continues sequences[parents[i]].
 
         Args:
             sequences: numbers of the sequences, which end.
-            parents: for each heir the index of its parent in `sequences`.
-            heirs: numbers of the new sequences.
+            parents: for each child the index of its parent in `sequences`.
+            children: numbers of the new sequences.
 
         Raises:
-            OutOfBlocks: there are not enough free blocks to give each heir a last block of its own.
+            OutOfBlocks: there are not enough free blocks to give each child a last block of its own.
         """
-        copies = self.table.reorder(sequences, parents, heirs)
+        copies = self.table.reorder(sequences, parents, children)
         if copies:
             sources, targets = (
                 self._indices(slots_of(blocks, self.block_size)) for blocks in zip(*copies, strict=True)

@@ -61,7 +61,7 @@ class KVStep:
     ones.
 
     Args:
-        growths: the growth of each sequence.
+        growths: for each sequence the numbers of its old and new tokens, and its blocks.
         block_size: number of tokens in a block.
         indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
 
@@ -210,7 +210,7 @@ class KVStep:
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """Return this step for memory in which the sequences' blocks follow one another, numbered from 0."""
+        """Return this step for a memory with only this step's sequences, whose blocks are contiguous, from number 0."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))
@@ -260,11 +260,11 @@ def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
 
 
 def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
-    """Add a sequence to a group; returns the larger group, or None if no single view or copy can show it.
+    """Return a group of sequences with one more sequence, or None if one view or copy cannot show them all.
 
     Args:
         part: the group.
-        alone: a group of one sequence, the next one.
+        alone: the sequence to add, as a group of its own.
     """
     if (part.queries, part.length) != (alone.queries, alone.length):
         return None
@@ -276,9 +276,9 @@ def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
 
 
 def _join_runs(run: Run, alone: Run) -> Run | None:
-    """Add a sequence to a run; returns the longer run, or None if the slots would not be evenly spaced.
+    """Return `run` with one more sequence, or None if its sequences would not be evenly spaced in the cache.
 
-    alone: a run of one sequence, the next one.
+    alone: the sequence to add, as a `Run` of its own.
     """
     distance = alone.first_slot - (run.first_slot + (run.sequences - 1) * run.distance)
     if distance <= 0 or run.distance not in (0, distance):

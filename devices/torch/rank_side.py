@@ -55,7 +55,7 @@ class RankSide:
             state.hidden_TD = self._sum(task, state.hidden_TD)
 
     def logits(self, task: Task) -> None:
-        """Compute a micro-batch's logits over the whole vocabulary, with zeros for the tokens of other ranks' rows."""
+        """Compute a micro-batch's logits for this rank's part of the vocabulary; all other logits are 0."""
         part_SV = self._head(self._states[task.micro_batch])
         rows = part_SV.shape[1]
         logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)

@@ -96,8 +96,7 @@ class ResidentPages:
     def memory(self, page: Page, elsewhere: torch.Tensor | None) -> torch.Tensor | None:
         """Return the accelerator's memory for a resident page, uint8, even before the page is loaded.
 
-        Returns:
-            the memory; `elsewhere` if the page is not resident, or on the CPU.
+        elsewhere: returned if the page is not resident, or if the accelerator is the CPU.
         """
         return self._adjacent.memory(page, elsewhere) if self._adjacent else elsewhere
 

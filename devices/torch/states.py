@@ -37,7 +37,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
     return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 
-def places_of(plan: Plan, compute: Compute) -> list[MicroBatchState]:
+def serving_states(plan: Plan, compute: Compute) -> list[MicroBatchState]:
     """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
     The KV caches have room for the largest batch of the plan.

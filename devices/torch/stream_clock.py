@@ -1,6 +1,7 @@
 """The conversion of times of CUDA events to the host's clock.
 
-CUDA gives float32 milliseconds between two events, on a clock that drifts from the host's.
+CUDA gives float32 milliseconds between two events, on a clock that drifts from the host's. Times are therefore measured
+from "zero events", which are recorded once a second together with the host's time.
 """
 
 from __future__ import annotations
@@ -80,17 +81,17 @@ class StreamClock:
         return last
 
     def on_device(self, event: Any, zero: Zero) -> float:
-        """Return the time of an event on the device's clock, in nanoseconds since the first zero.
+        """Return the time of an event on the device's clock, in nanoseconds since the first zero event.
 
-        zero: an event that was recorded before `event`.
+        zero: a zero event that was recorded before `event`.
         """
         passed: float = zero.event.elapsed_time(event)
         return zero.device + passed * 1e6
 
     def reckoned(self, device: float) -> int:
-        """Convert a time of the device's clock to the host's clock, by the last zero before it and that zero's rate.
+        """Convert a time of the device's clock to the host's, by the last zero event before it and that event's rate.
 
-        device: nanoseconds since the first zero.
+        device: nanoseconds since the first zero event.
         """
         zeros = self._zeros
         last = zeros[-1]
@@ -104,7 +105,7 @@ class StreamClock:
         This is `host`, moved as far as needed to keep reported times in the order of the device's times.
 
         Args:
-            device: the time on the device's clock, in nanoseconds since the first zero.
+            device: the time on the device's clock, in nanoseconds since the first zero event.
             host: an estimate of the same time on the host's clock, in nanoseconds.
         """
         last_device, last_host = self._reported[-1]

@@ -61,10 +61,13 @@ class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitTotal(msgspec.Struct, frozen=True, kw_only=True):
-    """Waits on the second run's critical path for the policy or the driver alone: their number and total seconds.
+    """Waits between tasks on the second run's critical path, in which only the policy or the driver worked.
 
     Attributes:
-        kind, lane: verb and lane's title of the tasks that started after these waits.
+        kind: verb of the tasks that started after these waits.
+        lane: title of these tasks' lane.
+        times: number of waits.
+        seconds: total duration of the waits.
     """
 
     kind: str

@@ -115,9 +115,9 @@ def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
 
 
 def balance_point(hierarchy: Hierarchy, upper_intensity: float) -> float | None:
-    """Return the intensity I^j, in FLOP per lower byte, at which link and upper memory limit equally (Eq. 11).
+    """Return the intensity I^j, in FLOP per byte of the lower memory, at which link and upper memory limit equally.
 
-    None if the upper level's processor limits before its memory does, so that a higher I^i would not help.
+    This is the paper's Eq. 11. None if the upper level's processor limits before its memory does.
 
     Args:
         upper_intensity: I^i, the computation's FLOPs per byte of the upper memory.
@@ -163,7 +163,10 @@ def touched_expert_bytes(operations: Operations, tokens: int) -> float:
 
 
 def batch_reaching(operations: Operations, lower_intensity: float) -> int | None:
-    """Return the fewest requests whose FFN reaches this intensity, in FLOP per lower byte; None if none does."""
+    """Return the smallest number of requests whose FFN reaches an operational intensity; None if none does.
+
+    lower_intensity: the intensity I^j, in FLOP per byte of the lower memory.
+    """
 
     def reached(batch: int) -> float:
         return ffn_intensity(operations, batch, 1).lower

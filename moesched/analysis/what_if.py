@@ -125,7 +125,7 @@ def _scaled(each: Slice, change: Change, lead: int) -> Work:
 
 
 def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
-    """Return a predicted task's `Work` after a change; rates do not affect the latencies `lead` and `fixed`."""
+    """Return a predicted task's `Work` after a change; changes of rates leave its latencies as they are."""
     time = change.factor("time", each.task, each.lane)
     rate = change.factor("rate", each.task, each.lane)
     fixed = time * demand.fixed

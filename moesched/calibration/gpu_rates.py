@@ -53,7 +53,7 @@ def products(times: Times, processor: str, dtype: str) -> MeasuredRate:
 
 
 def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
-    """Return the share of memory bandwidth that a processor's products of one row, bound by reading weights, reach.
+    """Return the share of memory bandwidth that a processor's products of one row reach; they are bound by reads.
 
     Args:
         launch: seconds of a kernel's launch; kernels that are hardly longer do not count.

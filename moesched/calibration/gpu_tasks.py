@@ -55,7 +55,7 @@ class GpuTasks:
         self._alone = TaskTimes()
 
     def add(self, run: RunKey, tasks: Sequence[Task]) -> None:
-        """Add the tasks of a run in which no task ran beside copies of pages."""
+        """Add the tasks of the run `run`, in which no page was copied while other tasks ran."""
         alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
@@ -65,7 +65,7 @@ class GpuTasks:
         self._alone.add(run, [task for task in tasks if _is_timed_beside(task)])
 
     def add_beside(self, run: RunKey, tasks: Sequence[Task]) -> None:
-        """Add a run in which copies of pages ran beside other tasks; pages may pass staging slots."""
+        """Add the tasks of the run `run`, in which pages were copied while other tasks ran."""
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
         for work_class, observed in self._alone.observed(run, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]
@@ -110,7 +110,7 @@ class GpuTasks:
         Of several measurements for one point, the shortest counts: the others include a wait.
 
         Args:
-            running: a function from a work of the host or of a link to the seconds that it takes once it has started.
+            running: a function from `Work` of the host or of a link to the seconds that it takes once it has started.
         """
         found: dict[Alike, list[tuple[float, float]]] = {}
         for alike in self._runs:
@@ -164,7 +164,7 @@ def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
     On the GPU the whole task counts as dispatch; elsewhere, the task's time less the running time of its work.
 
     Args:
-        running: a function from a work of the host or of a link to the seconds that it takes once it has started.
+        running: a function from `Work` of the host or of a link to the seconds that it takes once it has started.
     """
     work, seconds = timed
     return seconds if work.resource == GPU else max(0.0, seconds - running(work))

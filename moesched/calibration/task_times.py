@@ -187,10 +187,12 @@ class TaskTimes:
     def rates(
         self, run: RunKey, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return speeds of a run's tasks beside others, relative to running alone, by (class, classes beside it).
+        """Return the speeds at which a run's tasks ran beside others, relative to running alone.
+
+        The keys are pairs: the class of the task's work, and the classes of the work beside it.
 
         Args:
-            fresh: whether the tasks are compared with tasks alone on just fetched weights (see `observed`).
+            fresh: whether speeds are relative to tasks alone whose weights were just fetched (see `observed`).
         """
         return {
             (work_class, others): rate
@@ -206,8 +208,8 @@ class TaskTimes:
         Prefill is left out: the first task of a size may take longer even alone.
 
         Args:
-            fresh: whether times alone come from runs given to `add_fresh`, with just fetched weights; otherwise, to
-                `add`.
+            fresh: whether the times of tasks alone are from runs given to `add_fresh`, in which weights were just
+                fetched; otherwise from runs given to `add`.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:

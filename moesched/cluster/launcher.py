@@ -245,10 +245,10 @@ class Launch:
     # -- what comes in -----------------------------------------------------------------------------
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float = float("inf"), what: str = "") -> None:
-        """Process messages and losses until `condition` returns True.
+        """Process messages of nodes, and losses of nodes, until `condition` returns True.
 
         Args:
-            what: verb for the action that is awaited of the nodes, for the error message.
+            what: what the nodes are to do, as a verb for the error message, such as "join".
 
         Raises:
             BadInput: the condition does not hold after `seconds`.

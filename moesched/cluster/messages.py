@@ -47,7 +47,12 @@ class Numbered(Message, frozen=True, kw_only=True):
 
 
 class AboutOrder(Numbered, frozen=True, kw_only=True):
-    """Base of messages about an order (a request to generate tokens): numbers of the order and of its epoch."""
+    """Base of messages about an order: a request to nodes to generate tokens for prompts.
+
+    Attributes:
+        epoch: number of the order's epoch, a time in which the same nodes carry out orders together.
+        order: number of the order.
+    """
 
     epoch: int
     order: int

@@ -205,7 +205,7 @@ class _Node:
         )
 
     def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Report new tokens by request (`fresh`), and requests that they end; raise TransportError after the epoch."""
+        """Report new tokens, by request (`fresh`), and the requests that ended; TransportError if the epoch is over."""
         if self._transport is None or self._is_stopped:
             raise TransportError(LET_GO)
         self._reports.tokens(fresh, ended, self._transport.waited)

@@ -126,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """Functions by rank: from a node's time to the nanoseconds by which the node's clock is ahead of this one."""
+        """Functions by rank: each takes a time of the node's clock and returns the nanoseconds by which it is ahead."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property

@@ -28,7 +28,7 @@ class SlowNodes:
         """Record the seconds that a node computed in its next step.
 
         Returns:
-            By rank of each node that is newly found to be slow: its time divided by the median time of the other nodes.
+            The nodes found to be slow by this call: by rank, the node's time over the median time of the other nodes.
         """
         self._queues[rank].append(seconds)
         found: dict[int, float] = {}

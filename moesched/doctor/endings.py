@@ -61,12 +61,12 @@ def check_memory(model: Path, device: str) -> Finding:
 
 
 def judge_peak(about: str, predicted: int, measured: int) -> Finding:
-    """Return the finding that states a peak measured in bytes and the predicted one.
+    """Return the finding that states a measured and a predicted peak of memory, both given in bytes.
 
-    The finding is a trouble if the measured peak is above the predicted one by more than the allowed error.
+    The finding has a remedy only if the measured peak is above the predicted one by more than the allowed error.
 
     Args:
-        about: the thing that was measured, in the finding's words.
+        about: the subject of the finding, such as the name of what was measured.
     """
     says = f"peak of {measured / 1e6:,.0f} MB, predicted {predicted / 1e6:,.0f} MB"
     if measured > predicted + max(MOST_SLACK * predicted, LEAST_SLACK):

@@ -122,7 +122,7 @@ def run_policies(
 
 
 def _tight(report: JobReport) -> dict[str, int]:
-    """Return a budget as {memory: bytes}: the share `TIGHT` of the highest peak that a run had in any one memory."""
+    """Return a budget {memory: bytes}: the share `TIGHT` of a run's peak, for the memory in which it was highest."""
     memory = max(report.peak_bytes, key=lambda name: report.peak_bytes[name])
     return {memory: int(TIGHT * report.peak_bytes[memory])}
 

@@ -83,7 +83,10 @@ class Rendezvous:
             self._engines[rank].admit(part)
 
     def _break(self, ticket: int, cause: BaseException) -> None:
-        """Cancel, because of `cause`, all parts of the collective with this ticket, also of ranks that arrive later."""
+        """Cancel all ranks' parts of a collective, also parts that arrive later.
+
+        ticket: number of the collective in the sequence of collectives. cause: the error to give as the reason.
+        """
         self._broken[ticket] = cause
         for rank, part in sorted(self._waiting.pop(ticket, {}).items()):
             if part.cause is None:

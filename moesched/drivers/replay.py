@@ -148,8 +148,8 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
     Args:
         captured: the `Work` of the captured task.
-        work: that of the other step for this micro-batch, verb and kind of layer, perhaps of another processor; None if
-            it is the same in all steps.
+        work: the other step's `Work` for the same micro-batch, verb and kind of layer, perhaps on another processor;
+            None if all steps have the same.
     """
     if work is None or work.resource == captured.resource:
         return work or captured

@@ -91,7 +91,8 @@ class _Mix:
 class Shared:
     """Computes the ends of running tasks, which slow each other down as they share the resources of one machine.
 
-    A schedule has few mixes of work, so rates and their ratios are computed once for each mix and then looked up.
+    A mix is the kind of work that runs on each lane at a time. A schedule has few mixes, so rates and their ratios are
+    computed once for each mix and then looked up.
 
     Args:
         lanes: number of lanes.
@@ -165,7 +166,7 @@ class Shared:
         return lane
 
     def _changed(self, lane: int, kind: int) -> _Mix:
-        """Return the mix that differs from the present one in the work of one lane: work of `kind`, or `IDLE`."""
+        """Return the mix of work that follows when a lane begins work of this kind, or becomes idle (`IDLE`)."""
         kinds = self._mix.kinds
         return self._mix_of((*kinds[:lane], kind, *kinds[lane + 1 :]))
 
@@ -182,7 +183,7 @@ class Shared:
         return mix
 
     def _kind(self, demand: Demand) -> int:
-        """Return the number of a demand's kind; demands that differ in `seconds` only are of one kind."""
+        """Return the number of the kind of work with this demand; works of one kind differ only in `seconds`."""
         kind = self._numbers.setdefault(demand[1:], len(self._demands))
         if kind == len(self._demands):
             self._demands.append(demand)

@@ -62,17 +62,18 @@ def assumed_process(machine: Machine) -> Process:
 def within_process(
     budgets: Mapping[str, int], machine: Machine, process: Process, ranks: int
 ) -> tuple[dict[str, int], Process]:
-    """Replace a budget of the whole process by one of the host's memory: the limit minus the process's other bytes.
+    """Replace a budget for the whole process by a budget for the host's memory.
 
-    Other bytes are taken by Python, libraries, allocators and the other memories within the process.
+    The new budget is what the process's limit leaves after Python, libraries, allocators, and the other memories of the
+    machine that are in the process. Without a budget for the process, the arguments are returned unchanged.
 
     Args:
-        budgets: limits in bytes by memory, for each of the ranks that share the process.
-        process: the process's bytes apart from plans, without a limit.
+        budgets: bytes by name of memory, for each of the ranks that share the process; `PROCESS` is the whole process.
+        process: the bytes that the process takes for anything but plans; its `limit` is not set yet.
         ranks: number of ranks in the process.
 
     Returns:
-        The budgets by memory, in bytes for each rank, and the process with its limit.
+        The budgets by name of memory, in bytes for each rank; and `process` with its limit.
 
     Raises:
         BadInput: nothing is left for the host, or it is unknown how many bytes an accelerator's driver takes there.

@@ -52,11 +52,11 @@ SEVERAL = "a calibration measures one device, and this run used several"
 
 
 class Expectation:
-    """Predicts a measured batch after it ran.
+    """Predicts the report of a batch that ran on a device, by simulation after the run, for comparison with it.
 
     Args:
         obstacle: the reason why the batch cannot be predicted; None if it can.
-        policies: makes the policy of each predicted batch; a policy with state continues from the batch before.
+        policies: makes the policy of each simulated batch; a policy with state continues from the batch before.
 
     Attributes:
         observers: observers to pass to the measured run.

@@ -29,7 +29,7 @@ from moesched.inputs.options import (
     WorkloadOptions,
 )
 from moesched.options import Option, Options
-from moesched.requests.sampling import BEAMS, MOST_BEAMS, Sampling
+from moesched.requests.sampling import Beams, Sampling
 
 if TYPE_CHECKING:
     from moesched.inputs.chosen_policy import PolicyGiven
@@ -331,16 +331,7 @@ class RequestsOptions(Options):
         False
     )
     seed: Annotated[int, Option("Seed of the order of the prompts and of the routing.", group=DETAILS)] = 0
-    beams: Annotated[
-        int,
-        Option(
-            "Keep the N likeliest sequences per prompt. 1 disables beam search.",
-            "N",
-            group=BEAMS,
-            ge=1,
-            le=MOST_BEAMS,
-        ),
-    ] = 1
+    beams: Beams = 1
 
 
 class PreviewOptions(Options):

@@ -46,7 +46,7 @@ def with_choice(
     Args:
         lengths: prompt lengths in tokens.
         slot_bytes: returns the bytes of memory that a page of weights takes.
-        process: returns the process that will run the plan, in its state at the call.
+        process: describes the process that will run the plan, as it is at the time of the call.
         listener: told of each stage of the search.
 
     Raises:
@@ -130,8 +130,8 @@ def choose_policy_of(
         job: a job with its device set; `choose_policy_of` also sets its process.
         lengths: prompt tokens of each request.
         slot_bytes: returns the bytes of memory that a page of weights takes.
-        process: returns the process that will run the plan, in its state at the call, since the search takes memory.
-        plan: takes a copy of the job with a policy, and makes its plan; raises BadInput if that does not fit.
+        process: describes the process that will run the plan; called before and after the search, which takes memory.
+        plan: makes the plan of a job whose policy is set; raises BadInput if it does not fit.
         on_progress: called with the name of each stage of the search.
 
     Returns:

@@ -355,7 +355,7 @@ def _token_counts(report: JobReport) -> list[int]:
 
 
 def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
-    """Merge batches' emulations: counts and seconds are summed; of dilations, loads and shares, the largest counts."""
+    """Merge the emulations of batches: sums of counts and seconds; maxima of dilations, core loads and shares."""
     if not parts:
         return None
     lanes = {

@@ -132,7 +132,7 @@ def plan_serving(
     Args:
         job: a job by `serving_job`, with its device set.
         slot_bytes: returns the bytes of memory that a page of weights takes.
-        process: returns the process that will run the plan, in its state at the call.
+        process: describes the process that will run the plan, as it is at the time of the call.
         chooses: whether the planner chooses the policy, instead of the job's own.
         on_progress: called with the name of each stage of the planner's search.
 

@@ -33,7 +33,7 @@ MOST_FEW_ROWS = 16
 
 
 class Calibrated:
-    """Cost model from a machine's table of measured operations: a work takes the sum of its parts' times.
+    """Cost model from a machine's table of measured operations: work takes the sum of its parts' times.
 
     Times are interpolated between measured sizes and rows. Beyond the largest measured size, time grows as the time of
     a matrix product does, which is bound by memory or arithmetic. Concurrent work is slowed as measured. Work without
@@ -67,7 +67,7 @@ class Calibrated:
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
-        """Return the time of a work that runs alone, and its relative speeds beside other work.
+        """Return the time that `work` takes alone, and its speeds beside other work, relative to running alone.
 
         Raises:
             BadInput: an operation was not measured, or the roofline does not cover the work.
@@ -87,7 +87,7 @@ class Calibrated:
         return Demand(lead + seconds, (), work_class, tuple(self._slowed.get(work_class, ())), lead)
 
     def _priced(self, work: Work) -> Iterable[WorkPart]:
-        """Yield a work's parts, each named after the operation in the cost table whose time applies to the part."""
+        """Yield the parts of `work`, each named after the operation in the cost table whose time applies to it."""
         for part in work.parts:
             within = part.operation.replace("route", ROUTE_WITHIN)
             is_within = work.kind == "post_attention" and within in self._surfaces
@@ -124,7 +124,7 @@ class Calibrated:
 
 
 def work_class_of(work: Work) -> str:
-    """Return the class of a work for measured slowdowns: one of WORK_CLASSES, or a link's name."""
+    """Return the class of `work` in the table of measured slowdowns: one of WORK_CLASSES, or the name of a link."""
     operation = work.parts[0].operation
     if operation in ATTENTIONS:
         calls = sum(part.times for part in work.parts if part.operation == "attention call")

@@ -17,7 +17,7 @@ class CostModel(Protocol):
     """Interface of a cost model, which estimates the time of work; equal work always has an equal estimate."""
 
     def work(self, work: Work) -> Demand:
-        """Return the time of a work alone on the machine, and the share of each resource that the work uses meanwhile.
+        """Return the time that `work` takes alone on the machine, and the share of each resource that it uses then.
 
         Raises:
             BadInput: the model has no cost for this work; zero is never assumed.

@@ -48,7 +48,7 @@ class GpuCosts:
         }
 
     def work(self, work: Work) -> Demand:
-        """Return the time of a work that runs alone, and its relative speeds beside other work.
+        """Return the time that `work` takes alone, and its speeds beside other work, relative to running alone.
 
         Raises:
             BadInput: the machine has no such resource, or no rate for this dtype.
@@ -67,7 +67,7 @@ class GpuCosts:
         )
 
     def running(self, work: Work) -> float:
-        """Return the seconds of a work's kernels or copy; if the work has measured products, only these count.
+        """Return the seconds of the kernels or the copy of `work`; if it has measured products, only these count.
 
         Raises:
             BadInput: as `work`.
@@ -83,13 +83,13 @@ class GpuCosts:
         return seconds / self._speeds.get(PRODUCT, 1.0)
 
     def _starting(self, work: Work, rated: Demand) -> float:
-        """Return the seconds to start all kernels of a work; for a copy, the seconds beyond the time of its link.
+        """Return the seconds to start all kernels of `work`; for a copy, the seconds beyond the time of its link.
 
         The seconds are those measured for this kind of task. Without a measurement, and where graphs are replayed (the
         measured kernels were started one by one), they follow from rates.
 
         Args:
-            rated: the demand of the work by rates alone.
+            rated: the demand of `work` by rates alone.
         """
         surface = self._surfaces.get((work.resource, f"{DISPATCH} {work.kind}"))
         processor = self.machine.processors.get(work.resource)
@@ -99,9 +99,10 @@ class GpuCosts:
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
 
     def _work_class(self, work: Work) -> str:
-        """Return the class of a work for measured slowdowns; empty on the GPU, whose kernels slow nothing outside it.
+        """Return the class of work under which the slowdowns that `work` causes were measured.
 
-        A cache write has the class of other copies on its link if the speed of cache writes was not measured.
+        It is empty for work on the GPU, whose kernels slow down nothing elsewhere. If cache writes were not measured,
+        they have the class of other copies on the same link.
         """
         if work.resource == self.machine.roles.accelerator:
             return ""

@@ -26,7 +26,7 @@ def numbered(name: str, number: int) -> str:
 def written_out(machine: Machine, count: int) -> Machine:
     """Return the machine with `count` accelerators of its group described one by one; the first one keeps its names.
 
-    An interconnect with wires of its own becomes links from each accelerator to the next.
+    An interconnect that shares no link with the host becomes links from each accelerator to the next.
     """
     role, memory = machine.roles.accelerator, machine.accelerator.memory
     numbers = range(count)

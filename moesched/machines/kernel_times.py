@@ -18,7 +18,7 @@ WAITED_FOR = {"route": "host_seconds", "sample": "step_seconds"}
 
 
 class WorkTimes(NamedTuple):
-    """Seconds of a work on a processor.
+    """Seconds that some work takes on a processor, by their use.
 
     Attributes:
         computing: time to compute, if memory took no time.
@@ -36,7 +36,7 @@ class WorkTimes(NamedTuple):
 
 
 class KernelTimes:
-    """Computes the times of works on one processor in one dtype.
+    """Computes the times of `Work` on one processor in one dtype.
 
     Where a CPU's kernels convert blocks of weights, they compute at the rate of float32, without matrix units or 16-bit
     instructions.
@@ -66,7 +66,7 @@ class KernelTimes:
         self._off_expected = self._rates["weights"] / rates_of(processor)["weights"].expected
 
     def __call__(self, work: Work) -> WorkTimes:
-        """Return the seconds of a work on the processor."""
+        """Return the seconds that `work` takes on the processor."""
         rates = self._rates
         flops, reads = work.flops, "weights"
         computes = "products"
@@ -96,17 +96,17 @@ class KernelTimes:
         return computed / asked if asked else 1.0
 
     def _reading_experts(self, work: Work) -> float:
-        """Return the seconds to read a work's experts at the processor's `expert_bandwidth`; 0 if none is stated."""
+        """Return the seconds to read the experts in `work` at the rate `expert_bandwidth`; 0 if none is stated."""
         if self._processor.expert_bandwidth is None:
             return 0.0
         weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
         return weights / (self._processor.expert_bandwidth * self._off_expected)
 
     def _fixed(self, work: Work) -> float:
-        """Return the seconds to start a work and its kernels, and for the host to handle the work's result.
+        """Return the seconds to start `work` and its kernels, and for the host to handle its result.
 
-        A GPU starts each kernel, or the replay of a graph of kernels. A CPU's team of threads wakes once for a work,
-        and synchronises after each kernel. A work that joins an earlier call starts nothing. Without a class of
+        A GPU starts each kernel, or the replay of a graph of kernels. A CPU's team of threads wakes once, and
+        synchronises after each kernel. Work that is part of an earlier call starts nothing. Without a class of
         device, the result is the processor's `launch_seconds`.
         """
         rates = self._rates

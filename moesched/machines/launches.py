@@ -1,4 +1,4 @@
-"""Counts the launches of a work on a processor: of its kernels one by one, or of the replay of a graph of kernels."""
+"""Counts the launches of `Work` on a processor: of its kernels one by one, or of the replay of a graph of kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_PROMPTS = "attention prompt"
 
 
 def launches(work: Work, *, replays: bool) -> float:
-    """Return the number of launches of a work; the replay of a graph of kernels is one launch.
+    """Return the number of launches of `work`; the replay of a graph of kernels is one launch.
 
     Args:
         replays: whether the processor replays graphs, as device cuda does with kernels in Triton.
@@ -37,7 +37,7 @@ def launches(work: Work, *, replays: bool) -> float:
 
 
 def kernels(part: WorkPart) -> float:
-    """Return the number of kernels that compute a part of a work; it may be a fraction, as a mean."""
+    """Return the number of kernels that compute `part`; it may be a fraction, as a mean."""
     if is_product(part):
         if part.operation.endswith("experts"):
             return KERNELS_OF_EXPERTS * min(1.0, part.times)
@@ -46,12 +46,12 @@ def kernels(part: WorkPart) -> float:
 
 
 def is_attention(part: WorkPart) -> bool:
-    """Test whether a part of a work is attention itself, not a projection before or after it."""
+    """Test whether `part` is attention itself, not a projection before or after it."""
     return "attention" in part.operation.split()
 
 
 def is_product(part: WorkPart) -> bool:
-    """Test whether a part of a work multiplies rows with weights."""
+    """Test whether `part` multiplies rows with weights."""
     return part.size > 0 and part.operation not in ONLY_MOVING and not is_attention(part)
 
 

@@ -32,7 +32,7 @@ class Roofline:
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
-        """Return the time that a work takes while nothing else runs, and the share of each resource that it uses.
+        """Return the time that `work` takes while nothing else runs, and the share of each resource that it uses.
 
         Raises:
             BadInput: the machine lacks the work's resource, or the resource's rate for this dtype.

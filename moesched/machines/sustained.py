@@ -172,7 +172,7 @@ def group(name: str, processor: Processor, rate: str) -> str:
     """Return the name of the group of rates that a rate of a processor belongs to.
 
     Args:
-        name: name of the processor, which stands for its class of device if it has none.
+        name: name of the processor, used if the processor has no class of device.
         rate: name of the rate.
     """
     return f"{processor.device_class or name}.{rate}"

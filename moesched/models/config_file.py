@@ -64,16 +64,21 @@ NULL_SAYS_SOMETHING = (
 _DTYPES: dict[str, DType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
-class Keys(msgspec.Struct, kw_only=True):
-    """The keys of config.json that all models that run have, with Hugging Face's defaults.
-
-    Architectures add keys and override defaults in subclasses.
+class AliasedKeys(msgspec.Struct, kw_only=True):
+    """Keys of config.json that may have other names.
 
     Attributes:
         aliases: pairs of another name that transformers takes for a key, and the name of the field.
     """
 
     aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+
+class Keys(AliasedKeys, kw_only=True):
+    """The keys of config.json that all models that run have, with Hugging Face's defaults.
+
+    Architectures add keys and override defaults in subclasses.
+    """
 
     vocab_size: int = 32000
     rope_theta: float = 1e4
@@ -181,7 +186,7 @@ class ConfigFile:
         return self._decode(self._values | nested | outer, kind)
 
     def _decode(self, values: dict[str, Any], kind: type[T]) -> T:
-        aliases: tuple[tuple[str, str], ...] = getattr(kind, "aliases", ())
+        aliases = kind.aliases if issubclass(kind, AliasedKeys) else ()
         named = {name: values[alias] for alias, name in aliases if alias in values}
         return convert_value(values | named, kind, str(self.path), RESTORE)
 

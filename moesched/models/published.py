@@ -49,7 +49,10 @@ def known_tensors(config: ModelConfig) -> dict[str, Published]:
 
 
 def extra_names(config: ModelConfig) -> re.Pattern[str]:
-    """Return a pattern of names, without "model.", of tensors in files that the model does not use."""
+    """Return a pattern that matches the names of tensors that files have but the model does not use.
+
+    Names are matched without their prefix "model.".
+    """
     architecture, shapes = ARCHITECTURES[config.form], tensor_shapes(config)
     patterns = [*architecture.extra_tensors(config)]
     if config.routed.experts == 1:  # a choice of one has no weights

@@ -173,7 +173,8 @@ class Schedules:
     def uncertainty(self, schedule: Schedule) -> Uncertainty:
         """Compute the uncertainty band of a schedule from trial runs.
 
-        The runs have a few layers if a cut model has a plan like the whole model's, otherwise all layers.
+        The runs are of a model with only a few of the layers, if its plan is like the plan of the whole model;
+        otherwise of the whole model.
         """
         run, few = schedule.trial_run, schedule.few
         return uncertainty(

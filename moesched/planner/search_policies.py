@@ -151,10 +151,10 @@ class PolicyEstimate(NamedTuple):
 def fastest_policies(
     setting: Setting, sizes: Sequence[int], on_progress: Callable[[str], object] = lambda what: None
 ) -> list[PolicyEstimate]:
-    """Rank the policies that one machine can run by estimates, the fastest first; near ties go to the policy `FIRST`.
+    """Estimate the throughput of each policy that can run on one machine; the fastest comes first.
 
-    An estimate simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
-    several times as long.
+    If the policy `FIRST` is nearly as fast as the fastest, it comes first. An estimate simulates a few layers of a
+    schedule of all requests. `plan_best` searches for sizes as well, and takes several times as long.
 
     Args:
         setting: the setting of any policy, with the prompt lengths of the batch.

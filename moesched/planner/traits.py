@@ -331,13 +331,13 @@ def filled_bytes(plan: Plan, memory: str) -> int:
 
 
 def _used(plan: Plan, deep: Plan) -> dict[str, int]:
-    """Return the bytes, by memory, that a plan uses for anything but weights, as if it had all layers.
+    """Return the bytes, by memory, that a plan would use for anything but weights if it had all of the model's layers.
 
     Several accelerators count as one, with the name of the first and the bytes of the one that needs the most.
 
     Args:
         plan: a plan of a few layers, or of all.
-        deep: a plan of all layers, which need not declare anything.
+        deep: a plan of all layers; nothing needs to be declared in it.
     """
     used = bytes_beside_pages(deep, plan)
     first, *others = (memory.name for memory in plan.accelerators)
@@ -346,11 +346,11 @@ def _used(plan: Plan, deep: Plan) -> dict[str, int]:
 
 
 def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
-    """Return the bytes, by memory, that a plan's declarations take without its pages and pools.
+    """Return the bytes, by memory, that a plan reserves for anything but its pages and pools of weights.
 
     Args:
-        facts: a plan for the same machine and batch, whose number of layers counts.
-        declared: the plan that has the declarations.
+        facts: a plan of the model with the number of layers to compute the bytes for; same machine and batch.
+        declared: the plan whose declarations are counted.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}
     for pool in (*declared.weights.resident, *declared.weights.pools):

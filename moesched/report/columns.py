@@ -159,7 +159,7 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
     """Add columns with each task's last wait, and return the JSON value that refers to the columns.
 
-    There is a column for each field of `Wait`; that of `why`, the reason, holds indices into `WHY`.
+    There is a column for each field of `Wait`; the column of `why` (the reason) has indices of `WHY`.
     """
     waits = waits_of(recording)
     return {

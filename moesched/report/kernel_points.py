@@ -31,9 +31,9 @@ class KernelPoint(NamedTuple):
 
 
 def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[KernelPoint]:
-    """Compute the points of a run's prefill and decode, the longest total time first.
+    """Compute the roofline's points of a run's kernels; the points with the longest total time come first.
 
-    `roofs` has the limits of processors, by name; a processor without an entry has no known limits.
+    roofs: the limits of each processor, by its name; the limits of other processors are not known.
     """
     sums: dict[tuple[str, str, str], list[float]] = {}
     for each in recording.slices:

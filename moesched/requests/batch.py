@@ -51,7 +51,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens in the KV cache at the end of the generation, over all requests; each request fills its last block."""
+        """Tokens of all requests in the KV cache at the end of the generation, rounded up to whole blocks."""
         return self.tokens_at_end(range(len(self.prompts)))
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:

@@ -16,6 +16,17 @@ SAMPLING = "Sampling"
 BEAMS = "Beam search"
 """Headings of the options' groups in help texts."""
 
+Beams = Annotated[
+    int,
+    Option(
+        "Keep the N likeliest sequences per prompt. 1 disables beam search.",
+        "N",
+        group=BEAMS,
+        ge=1,
+        le=MOST_BEAMS,
+    ),
+]
+
 
 @documented
 class Sampling(Options):
@@ -47,16 +58,7 @@ class Sampling(Options):
         int,
         Option("Seed of the random numbers for sampling.", group=SAMPLING, ge=0, le=2**64 - 1),
     ] = 0
-    beams: Annotated[
-        int,
-        Option(
-            "Keep the N likeliest sequences per prompt. 1 disables beam search.",
-            "N",
-            group=BEAMS,
-            ge=1,
-            le=MOST_BEAMS,
-        ),
-    ] = 1
+    beams: Beams = 1
     length_penalty: Annotated[
         float,
         Option(

@@ -121,7 +121,7 @@ def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
 
 
 def _with_device_figures(report: Report, device: Device) -> Report:
-    """Add to a report what only the run's device knows: emulation, warm-up, home of the weights, kernels."""
+    """Add to a report what only the run's device knows: emulation, warm-up, source of the weights, kernels."""
     if isinstance(device, Emulates):
         report = replace(report, emulation=device.emulation())
     if isinstance(device, WarmsUp):

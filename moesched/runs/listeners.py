@@ -55,7 +55,10 @@ class Listener:
         """Called once the batch is complete, or was interrupted."""
 
     def estimating(self, done: int, total: int) -> None:
-        """Called once `done` of `total` simulations for a prediction's range are over; `ran` is called again later."""
+        """Called after each simulation for the uncertainty band of a prediction; `ran` is called again at the end.
+
+        done, total: number of simulations that are over, and of all.
+        """
 
     def writing(self, trace: Path) -> None:
         """Called before the batch's trace is written, which may take a while; `ran` is called again afterwards."""

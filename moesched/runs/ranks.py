@@ -186,6 +186,6 @@ class OfLanes:
         self._lanes = frozenset(lanes)
 
     def ended(self, task: Task) -> None:
-        """Pass a task that ended on to the other observer, if it ran on one of the lanes."""
+        """Call the other observer's `ended` with this task, if the task ran on one of the lanes."""
         if task.lane in self._lanes:
             self._observer.ended(task)

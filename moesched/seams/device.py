@@ -194,7 +194,7 @@ Progress: TypeAlias = Callable[[str, float, float], object]
 
 
 def ignore_progress(what: str, done: float, total: float) -> None:
-    """Do nothing; the default `tell` of devices, to which they report progress that nobody follows."""
+    """Do nothing with a report of progress; the callback of a device whose progress nobody follows."""
 
 
 @runtime_checkable

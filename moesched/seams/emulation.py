@@ -40,11 +40,12 @@ class EmulatedLane(msgspec.Struct, frozen=True):
 
 
 class Emulation(msgspec.Struct, frozen=True):
-    """Quality of an emulation, for a report whose other times are the emulated machine's.
+    """Quality of an emulation, in a report whose other times are those of the emulated machine.
 
     Attributes:
         dilation: real seconds for each second of the emulated machine.
-        core_load: share of this machine's cores that the run kept busy.
+        core_load: share of this machine's cores that the run kept busy, from 0 to 1.
+        lanes: quality of the emulation of each lane, by the lane's name.
     """
 
     dilation: Dilations

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Exchange(NamedTuple):
-    """One collective of a run, as every rank that takes part in it names it.
+    """Description of one collective of a run; all ranks that take part in it give the same one.
 
     Attributes:
         ticket: the exchange's number in the sequence of all collectives, from 0.

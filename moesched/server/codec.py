@@ -20,7 +20,7 @@ class Codec(Decodes, Protocol):
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
         """Return the token ids of a text.
 
-        most: number of tokens from which on, by far exceeded, the text is refused; None for no limit.
+        most: number of tokens; a text that has far more is refused. None for no limit.
         bare: whether to add no special tokens.
         """
 

@@ -98,8 +98,8 @@ class Capacity(msgspec.Struct, frozen=True):
 def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
     """Return a capacity with the sizes of a batch, for requests of up to `context` tokens, prompt and answer together.
 
-    All places are equal, with no more requests each than a micro-batch of these sizes. Together they take as many of
-    the batch's requests as can be shared out evenly: 16 in micro-batches of up to 6 are 4 places of 4.
+    All micro-batches have room for the same number of requests. There may be more of them than in `sizes`, so that as
+    many as possible of the batch's requests have room: 16 requests in micro-batches of up to 6 become 4 of 4.
     """
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
     places = _even_places(sizes.batch_size, sizes.micro_batches)

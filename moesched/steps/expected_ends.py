@@ -142,7 +142,7 @@ class _Lookahead:
                     self._release(later, now, ended)
 
     def _release(self, number: int, now: int, ended: list[int]) -> None:
-        """Put a task that waits for nothing on its lane, or append it to `ended` if it needs none."""
+        """Queue on its lane a task that waits for no other; a join or a cancelled task is appended to `ended`."""
         task = self._tasks[number]
         if number in self.cancelled or isinstance(task, Join):
             ended.append(number)

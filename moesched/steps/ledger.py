@@ -10,7 +10,7 @@ from moesched.steps.views import Views
 
 
 class Ledger:
-    """The memories, pools and views of a run, to be checked together."""
+    """The memories, pools and views of a run; tests whether their accounts of pages, slots and bytes agree."""
 
     def __init__(self) -> None:
         self._memories: list[Memory] = []

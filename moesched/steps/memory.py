@@ -65,7 +65,7 @@ class Memory(ReadOnly):
         """Take bytes for the whole run.
 
         Args:
-            what: the claimant in the message, as in "... needs N bytes": a cache, activations, a pool of slots.
+            what: the user of the bytes, the subject of the message "... needs N bytes".
             nbytes: the bytes to take.
             parts: the equal parts that the bytes consist of; None if they have none.
             remedy: the end of the message.
@@ -83,7 +83,7 @@ class Memory(ReadOnly):
         The bytes count for the peak, and are not reserved.
 
         Args:
-            what: the claimant in the message, as in "... need N bytes".
+            what: the user of the bytes, the subject of the message "... need N bytes".
             nbytes: all bytes in use at that time.
 
         Raises:
@@ -102,7 +102,7 @@ class Memory(ReadOnly):
         """Check that `nbytes` bytes fit in `free` bytes.
 
         Args:
-            what: the claimant in the message, as in "... needs N bytes".
+            what: the user of the bytes, the subject of the message "... needs N bytes".
             parts: the equal parts that the bytes consist of; None if they have none.
             remedy: the end of the message.
 
@@ -118,7 +118,7 @@ class Memory(ReadOnly):
 
 
 class OpenView(Protocol):
-    """A view of weights, as its slots know it: it ends when one of them gets another page."""
+    """The interface of a view of weights to its slots, which close it when one of them is given another page."""
 
     def close(self, engine: Engine) -> None:
         """End the view, and have the next writers of its slots wait for the tasks that read through it."""
@@ -377,7 +377,7 @@ def slots_of(pool: Pool) -> Sequence[Slot]:
 
 
 def counts_of(pool: Pool) -> PoolCounts:
-    """Return the running counts of a pool: pages fetched, uses, pages that left unread."""
+    """Return the running counts of a pool, such as pages fetched, hits, misses, and pages evicted before any use."""
     return pool._counts
 
 

@@ -138,7 +138,7 @@ class MicroBatch:
     """One micro-batch of a run, or in prefill a chunk: a part of a micro-batch's prompts.
 
     Attributes:
-        index: the micro-batch's number in tasks.
+        index: the micro-batch's number, `micro_batch` of its tasks.
         requests: the requests that have new tokens in the micro-batch's step.
         starts: for each of these requests, the number of its tokens before the step.
         tokens: for each of these requests, the number of its new tokens in the step.
@@ -148,25 +148,27 @@ class MicroBatch:
         phase: "prefill" or "decode".
         served: the rows of the step in continuous batching, where requests join and leave between steps; None in a
             fixed batch.
-        progress: the layers and verbs of the step that the micro-batch has been through, as one number: `STRIDE` values
-            for each layer.
-        last: the task that brought the micro-batch to this progress.
+        progress: a number that rises through the step, as the policy calls verbs: `STRIDE` times the layer, plus the
+            point reached in the layer (see `steps.verbs.table`).
+        last: the task by which the micro-batch reached this point.
         blocks: the blocks of its data.
         kv: the state of its KV cache.
         routing: the state of its experts in the present layer.
-        activations: the block of its activations within a layer, where the plan limits these; else None.
+        activations: the block that stands for the memory of its activations, where the plan limits the micro-batches
+            within a layer; else None.
         stage: the pipeline stage that it is at.
         works: the `Work` (FLOPs and bytes) of each verb at that stage, in the present kind of layer, by the verb's
             name.
-        works_at: the same by the stage's number, then by the number of the kind of layer.
-        bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
-        routes: whether it has used `route` rather than `post_attention`, so that a layer is several tasks after
-            attention.
-        sized_for: the phase, the numbers of sampled and of new tokens, and `routes`, for which its works were computed.
-        chunk: the part of the prompts that it takes through prefill; None if chunks of it do that.
-        chunk_of: the micro-batch whose prompts it is a part of; None if it is no chunk.
-        is_chunk: whether it is a part of another micro-batch's prompts.
-        before: the chunk that it continues; None for none.
+        works_at: `works` of every stage and kind of layer: `works_at[stage][kind]`.
+        bound: for each verb, by its number: its lane and its work at the present stage, and the blocks that its task
+            reads and writes.
+        routes: whether the policy computes the experts in tasks of their own, after `route`, rather than in
+            `post_attention`.
+        sized_for: what its works were computed for: phase, number of sampled tokens, number of new tokens, `routes`.
+        chunk: the tokens of its prompts that it computes in prefill; None if its chunks compute them.
+        chunk_of: for a chunk, the micro-batch that it is a part of; else None.
+        is_chunk: whether it is a chunk.
+        before: the chunk before it in the same prompts; None if it is the first one, or no chunk.
     """
 
     __slots__ = (

@@ -29,16 +29,16 @@ class Plan(PlanFacts):
     """The object in which a policy declares its use of memory, and which describes the model, machine and batch.
 
     Args:
-        machine: has the roles, and the capacities of memories that `budgets` omits.
+        machine: the machine; capacities of its memories are the budgets of those that `budgets` omits.
         layout: the model's weights, cut into pages.
         batch: the requests.
         budgets: bytes by memory name.
         slot_bytes: bytes of a page in a slot of the device.
         nodes: number of machines that share the model's experts.
         node: this machine's index among them, from 0.
-        pipelined: cut the layers into stages, one for each of the machine's equal accelerators. Layer i of L belongs to
-            stage i S // L of S. A page goes to the accelerator of its layer's stage, and a micro-batch's hidden state
-            moves on with the first verb of a stage.
+        pipelined: whether layers are divided into stages, one for each of the machine's equal accelerators. With L
+            layers and S stages, layer i belongs to stage i S // L. A page goes to the accelerator of its layer's
+            stage, and the first verb of a stage moves a micro-batch's hidden state there.
         process: the process that will run the plan; None where that is not known.
 
     Attributes:

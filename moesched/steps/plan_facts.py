@@ -109,7 +109,7 @@ class PlanFacts(Declarations):
         return self.memories[self.machine.processors[processor].memory]
 
     def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
-        """Return the bytes of a memory that remain after all declarations so far, and after what any policy needs.
+        """Return the bytes of a memory that all declarations so far, and the needs of every policy, leave free.
 
         Activations count for all micro-batches unless `limit_in_flight` is declared, and KV caches as soon as they have
         a place.
@@ -152,12 +152,12 @@ def _without_staging(machine: Machine) -> str:
 
 
 def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:
-    """Make the memories by name, with their budgets.
+    """Make a `Memory` for each memory of a plan's machine, by name, with its budget.
 
     Args:
-        machine: the machine as its profile has it; its memories are the ones that budgets can name.
-        written: the machine with all accelerators of a pipeline listed; each has the first one's budget.
-        budgets: bytes by memory name; other memories have their whole capacity.
+        machine: the machine as in its profile; budgets can name only its memories.
+        written: the same machine, with a memory for each accelerator of a pipeline; all have the first one's budget.
+        budgets: bytes by name of memory; memories that are not named have their whole capacity.
 
     Raises:
         BadInput: a budget names no memory of the machine.

@@ -1,4 +1,4 @@
-"""Counts of a pool: pages fetched, uses that found their page there or did not, and pages that were never read."""
+"""Counts of a pool of pages: fetches, hits, misses, and fetched pages that were never read."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class View(Generic[K]):
         key: identifies the pages, such as (layer, expert).
         pages, slots: the pages, and the slot that holds each.
         bound: the weights as the device's kernels read them, set by the device; None before that.
-        noted: the last step in which a use was noted; `LOADED` (-1) for good where every use has to be noted.
+        noted: the last step in which a use was noted; always `LOADED` (-1) if every use in a step has to be noted.
         moving: the slots whose pages may be replaced.
         block: the block of data that the join writes; None without a join.
         reads: the blocks that a kernel which reads through the view depends on.
@@ -73,10 +73,13 @@ class View(Generic[K]):
 
 
 class Views(Generic[K]):
-    """The open views of one memory, by a key that identifies their pages.
+    """The open views of pages in one memory.
 
     Args:
-        pages_of: returns the pages of a key, such as of (layer, expert).
+        pages_of: returns the pages that a key stands for, such as those of the key (layer, expert).
+
+    Attributes:
+        open: the open views, by key.
     """
 
     def __init__(self, memory: Memory, pages_of: Callable[[K], tuple[Page, ...]]) -> None:

@@ -129,7 +129,7 @@ class Finder:
                 )
 
     def _digest(self, name: Name, content: Callable[[], Any]) -> str:
-        """Return the hash of an object that simulations name; it is computed once for each `name`.
+        """Return the hash of an object that simulations refer to by `name`; it is computed once for each name.
 
         content: returns the object, which is encoded as JSON.
         """

@@ -56,7 +56,7 @@ class DividesCores(Protocol):
 
 
 def divided_cores(cores: int, threads: int | None = None) -> CorePlan:
-    """Divide the host's cores for a run with a GPU.
+    """Divide the host's cores between kernels, copies and the issuing of tasks to a GPU.
 
     Args:
         cores: number of cores.

@@ -47,9 +47,12 @@ def new_file(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 
 @contextmanager
 def _new_path(target: Path, needed: int, smaller: str, refuse: Callable[[Path], object]) -> Iterator[Path]:
-    """Yield a path at which to make a file or folder, as `new_file` and `new_folder` do.
+    """Yield a path at which to make a file or folder, and rename it to `target` on exit.
 
-    refuse: raises BadInput for a target that is in use.
+    Args:
+        needed: bytes that will be written.
+        smaller: the remedy if the disk has too little space.
+        refuse: raises BadInput if the target is in use.
     """
     try:
         refuse(target)

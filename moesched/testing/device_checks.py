@@ -103,7 +103,10 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
 
 def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
-    """Write a random float32 model to a folder, and open it; large weights make every token depend on all of them."""
+    """Write a random float32 model to a folder, and open it.
+
+    Its matrices are ten times as large as usual, so that a wrong weight or activation changes the sampled tokens.
+    """
     for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
         if len(stored.shape) > 1:
             matrix = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)

@@ -62,7 +62,7 @@ def _candidates(
 
     Args:
         on_lane: for each task, the index of the previous task on its lane; -1 if none.
-        parts: indices of the parts of each collective, by ticket.
+        parts: indices of the tasks that are one collective's parts on the ranks, by the collective's number.
         awaited: index of the task that the policy awaited last before it submitted the task.
     """
     slices, producers = recording.slices, recording.producers

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.models.config_file import ConfigFile
+from moesched.models.config_file import CONFIG_NAME, ConfigFile
 from moesched.models.formats import CHOICES
 
 
@@ -72,3 +73,12 @@ class Architecture(NamedTuple):
     tensors: Callable[[ModelConfig], Iterator[Stored]] = _no_files
     other_tensors: Callable[[ModelConfig], Iterator[Stored]] = _none
     extra_tensors: Callable[[ModelConfig], Iterator[str]] = _none
+
+
+def known_model(read: Callable[[ConfigFile], ModelConfig], name: str, **keys: Any) -> ModelConfig:
+    """Return the configuration of a known model with weights in bfloat16.
+
+    read: function that converts config.json to a ModelConfig.
+    keys: the keys of the model's config.json that differ from the architecture's defaults.
+    """
+    return read(ConfigFile(Path(CONFIG_NAME), keys, name, lambda: "bfloat16"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.architecture import Architecture, Stored, known_model
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile, Keys
 from moesched.models.layers import GroupedAttention, Layer
@@ -168,33 +168,22 @@ def extra_tensors(config: ModelConfig) -> Iterator[str]:
     yield "transformer.blocks.*.norm_attn_norm.attn.rotary_emb.inv_freq"
 
 
-SHAPES = (
-    ModelConfig(
-        name="dbrx",
-        pattern=(
-            Layer(
-                attention=GroupedAttention(
-                    heads=48, kv_heads=8, head_dim=128, rotary=Rotary(theta=5e5), clip=8.0
-                ),
-                feed_forward=FeedForward(experts=16, top_k=4, intermediate=10752, transposed_down=True),
-            ),
-        )
-        * 40,
-        hidden=6144,
-        vocabulary=100352,
-        norm_eps=1e-5,
-        max_positions=32768,
-        tied_embeddings=False,
-        stop_tokens=(100257,),
-        dtype="bfloat16",
-        norm="layer",
-        form="dbrx",
-    ),
+_DBRX = known_model(
+    read,
+    "dbrx",
+    vocab_size=100352,
+    d_model=6144,
+    n_heads=48,
+    n_layers=40,
+    max_seq_len=32768,
+    attn_config={"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 5e5},
+    ffn_config={"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    eos_token_id=100257,
 )
 
 DBRX = Architecture(
     model_types=("dbrx",),
-    shapes=SHAPES,
+    shapes=(_DBRX,),
     sources={"dbrx": "huggingface.co/databricks/dbrx-base"},
     read=read,
     config_json=config_json,

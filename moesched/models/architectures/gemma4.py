@@ -118,9 +118,9 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
 
 
 def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
-    """Return the attention of layers without a window, which differs from `near`, that of layers with a window.
+    """Return the attention of the layers without a window, given the attention `near` of the layers with one.
 
-    Keys of older files, such as `global_head_dim`, set the number and size of its heads here. Newer files list the
+    The number and the size of its heads are from keys of older files, such as `global_head_dim`; newer files list the
     heads of each layer.
     """
     far = replace(near, window=None, keys_are_values=keys.attention_k_eq_v)

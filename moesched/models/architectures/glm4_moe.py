@@ -5,20 +5,18 @@ Published files also have a multi-token prediction layer, which is not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.architecture import Architecture, Stored, known_model
 from moesched.models.architectures.llama_like import MLP_EXPERTS, LlamaLikeKeys
 from moesched.models.architectures.simulated import prediction_layer
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.networks import FeedForward, Router
-from moesched.models.rotary import Rotary
 
 STOP = 151336
 """The token that ends the text of the published models."""
@@ -66,7 +64,9 @@ def read(file: ConfigFile) -> ModelConfig:
         top_k=keys.num_experts_per_tok,
         intermediate=keys.moe_intermediate_size,
         shared=keys.n_shared_experts * keys.moe_intermediate_size,
-        router=_router(
+        router=Router(
+            score="sigmoid",
+            corrected=True,
             normalised=keys.norm_topk_prob,
             scale=keys.routed_scaling_factor,
             groups=keys.n_group,
@@ -84,9 +84,11 @@ def read(file: ConfigFile) -> ModelConfig:
         )
         for network in (FeedForward(shared=keys.intermediate_size), routed)
     ]
-    pattern = _pattern(kinds, keys.first_k_dense_replace, keys.num_hidden_layers)
+    dense = keys.first_k_dense_replace
+    pattern = [kinds[0]] * dense + [kinds[1]] * (keys.num_hidden_layers - dense)
     config = llama_like.build(file, replace(keys, attention_bias=False), "glm4_moe", *pattern)
-    return _with_prediction(config, keys.num_nextn_predict_layers)
+    unused = keys.num_nextn_predict_layers * prediction_layer(config, copies=2)
+    return replace(config, unused_weights=unused)
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -136,64 +138,31 @@ def _beside_experts(config: ModelConfig) -> Iterator[Stored]:
             yield Stored(f"{shared}{part}_proj.weight", [f"{ours}shared_{part}"])
 
 
-def _router(**settings: Any) -> Router:
-    return Router(score="sigmoid", corrected=True, **settings)
-
-
-def _pattern(kinds: Sequence[Layer], dense: int, layers: int) -> list[Layer]:
-    return [kinds[0]] * dense + [kinds[1]] * (layers - dense)
-
-
-def _with_prediction(config: ModelConfig, layers: int) -> ModelConfig:
-    return replace(config, unused_weights=layers * prediction_layer(config, copies=2))
-
-
-def _model(
-    name: str, network: FeedForward, *, dense: tuple[int, int], layers: int, **settings: Any
-) -> ModelConfig:
-    """Return the configuration of a published model.
-
-    network: the feed-forward network of layers with experts.
-    dense: (number of first layers without experts, their inner width).
-    layers: number of layers.
-    settings: further fields of ModelConfig, and `qk_norm` of the attention.
-    """
-    attention = GroupedAttention(
-        heads=96,
-        kv_heads=8,
-        head_dim=128,
-        rotary=Rotary(theta=1e6, width=64),
-        qk_norm=settings.pop("qk_norm", None),
-        biases="qkv",
-    )
-    kinds = [
-        Layer(attention=attention, feed_forward=each) for each in (FeedForward(shared=dense[1]), network)
-    ]
-    common: dict[str, Any] = {
-        "vocabulary": 151552,
-        "norm_eps": 1e-5,
-        "max_positions": 131072,
-        "tied_embeddings": False,
-        "stop_tokens": (STOP,),
-        "dtype": "bfloat16",
-        "form": "glm4_moe",
-    }
-    pattern = tuple(_pattern(kinds, dense[0], layers))
-    return _with_prediction(ModelConfig(name=name, pattern=pattern, **(common | settings)), 1)
-
-
-_LARGE = FeedForward(experts=160, top_k=8, intermediate=1536, shared=1536, router=_router(scale=2.5))
-_AIR = FeedForward(experts=128, top_k=8, intermediate=1408, shared=1408, router=_router())
-_SIZES: dict[str, Any] = {"dense": (3, 12288), "layers": 92, "hidden": 5120, "qk_norm": "head"}
-SHAPES = (
-    _model("glm-4.5", _LARGE, **_SIZES),
-    _model("glm-4.5-air", _AIR, dense=(1, 10944), layers=46, hidden=4096),
-    _model("glm-4.7", _LARGE, max_positions=202752, **_SIZES),
-)
+_PUBLISHED: dict[str, Any] = {
+    "eos_token_id": STOP,
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "attention_bias": True,
+}
+"""Keys that the published models have in common."""
+_LARGE: dict[str, Any] = _PUBLISHED | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 92,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
 
 GLM4_MOE = Architecture(
     model_types=("glm4_moe",),
-    shapes=SHAPES,
+    shapes=(
+        known_model(read, "glm-4.5", **_LARGE),
+        known_model(read, "glm-4.5-air", **_PUBLISHED),
+        known_model(read, "glm-4.7", max_position_embeddings=202752, **_LARGE),
+    ),
     sources={
         "glm-4.5": "huggingface.co/zai-org/GLM-4.5",
         "glm-4.5-air": "huggingface.co/zai-org/GLM-4.5-Air",

@@ -12,13 +12,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.architecture import Architecture, Stored, known_model
 from moesched.models.architectures.llama_like import FULL, SLIDING, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.networks import Activation, FeedForward
-from moesched.models.rotary import Rotary, Yarn
 
 ALPHA, LIMIT = 1.702, 7.0
 STOP = 200002
@@ -64,10 +62,13 @@ def read(file: ConfigFile) -> ModelConfig:
     file.require_layers(keys.num_hidden_layers)
     if keys.rope_parameters is None and not keys.rope_scaling:
         keys = replace(keys, rope_parameters=YARN)
-    network = _network(
+    network = FeedForward(
         experts=keys.num_local_experts,
         top_k=keys.num_experts_per_tok,
         intermediate=keys.intermediate_size,
+        biases=True,
+        alternating=True,
+        transposed_down=True,
         activation=Activation(alpha=keys.swiglu_alpha, limit=keys.swiglu_limit),
     )
     biases = "qkvo" if keys.attention_bias else ""
@@ -120,49 +121,14 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
             yield Stored(f"{theirs}mlp.experts.{stored}", parts, stacks=len(experts))
 
 
-def _network(**settings: Any) -> FeedForward:
-    return FeedForward(biases=True, alternating=True, transposed_down=True, **settings)
-
-
-def _model(name: str, *, layers: int, experts: int) -> ModelConfig:
-    network = _network(
-        experts=experts, top_k=4, intermediate=2880, activation=Activation(alpha=ALPHA, limit=LIMIT)
-    )
-    yarn = Yarn(factor=32.0, truncate=False, original_max_position_embeddings=4096)
-    kinds = [
-        Layer(
-            attention=GroupedAttention(
-                heads=64,
-                kv_heads=8,
-                head_dim=64,
-                window=window,
-                rotary=Rotary(theta=150000.0, scaling=yarn),
-                biases="qkvo",
-                sinks=True,
-            ),
-            feed_forward=network,
-        )
-        for window in (128, None)
-    ]
-    return ModelConfig(
-        name=name,
-        pattern=tuple(kinds) * (layers // 2),
-        hidden=2880,
-        vocabulary=201088,
-        norm_eps=1e-5,
-        max_positions=131072,
-        tied_embeddings=False,
-        stop_tokens=(STOP,),
-        dtype="bfloat16",
-        form="gpt_oss",
-        format="mxfp4",
-        expert_format="mxfp4",
-    )
+def _model(name: str, **keys: Any) -> ModelConfig:
+    config = known_model(read, name, eos_token_id=STOP, **keys)
+    return replace(config, format="mxfp4", expert_format="mxfp4")
 
 
 GPT_OSS = Architecture(
     model_types=("gpt_oss",),
-    shapes=(_model("gpt-oss-20b", layers=24, experts=32), _model("gpt-oss-120b", layers=36, experts=128)),
+    shapes=(_model("gpt-oss-20b", num_hidden_layers=24, num_local_experts=32), _model("gpt-oss-120b")),
     sources={
         "gpt-oss-20b": "huggingface.co/openai/gpt-oss-20b",
         "gpt-oss-120b": "huggingface.co/openai/gpt-oss-120b",

@@ -8,11 +8,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.architecture import Architecture, Stored, known_model
 from moesched.models.architectures.llama_like import LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.networks import FeedForward, Router
 
 
@@ -84,31 +83,41 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
         yield Stored(block + "output_linear.weight", [expert + "down" for expert in experts], len(experts))
 
 
-def _model(name: str, *, layers: int, hidden: int, heads: int, experts: int) -> ModelConfig:
-    attention = GroupedAttention(heads=heads, kv_heads=8, head_dim=64, scale=1 / 64)
-    network = FeedForward(experts=experts, top_k=8, intermediate=512, router=Router(scale=0.22))
-    return ModelConfig(
-        name=name,
-        pattern=(Layer(attention=attention, feed_forward=network),) * layers,
-        hidden=hidden,
-        vocabulary=49155,
-        norm_eps=1e-6,
-        max_positions=4096,
-        tied_embeddings=True,
-        stop_tokens=(0,),
-        dtype="bfloat16",
-        form="granite_moe",
-        embedding_factor=12.0,
-        residual_factor=0.22,
-        logits_factor=1 / 6,
-    )
-
+_PUBLISHED: dict[str, Any] = {
+    "vocab_size": 49155,
+    "num_key_value_heads": 8,
+    "intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+    "attention_multiplier": 1 / 64,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+"""Keys that the published models have in common."""
 
 GRANITE_MOE = Architecture(
     model_types=("granitemoe",),
     shapes=(
-        _model("granite-3.0-1b-a400m", layers=24, hidden=1024, heads=16, experts=32),
-        _model("granite-3.0-3b-a800m", layers=32, hidden=1536, heads=24, experts=40),
+        known_model(
+            read,
+            "granite-3.0-1b-a400m",
+            num_hidden_layers=24,
+            hidden_size=1024,
+            num_attention_heads=16,
+            num_local_experts=32,
+            **_PUBLISHED,
+        ),
+        known_model(
+            read,
+            "granite-3.0-3b-a800m",
+            hidden_size=1536,
+            num_attention_heads=24,
+            num_local_experts=40,
+            **_PUBLISHED,
+        ),
     ),
     sources={
         "granite-3.0-1b-a400m": "huggingface.co/ibm-granite/granite-3.0-1b-a400m-base",

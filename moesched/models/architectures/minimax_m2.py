@@ -11,13 +11,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.architecture import Architecture, Stored, known_model
 from moesched.models.architectures.llama_like import BLOCK_SPARSE_EXPERTS, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.networks import FeedForward, Router
-from moesched.models.rotary import Rotary
 
 ROUTER = Router(score="sigmoid", corrected=True)
 BIAS = "e_score_correction_bias"
@@ -95,37 +93,11 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
         yield Stored(f"model.layers.{layer}.mlp.{BIAS}", [f"layers.{layer}.router_bias"])
 
 
-SHAPES = (
-    ModelConfig(
-        name="minimax-m2",
-        pattern=(
-            Layer(
-                attention=GroupedAttention(
-                    heads=48,
-                    kv_heads=8,
-                    head_dim=128,
-                    rotary=Rotary(theta=5e6, width=64),
-                    qk_norm="projection",
-                ),
-                feed_forward=FeedForward(experts=256, top_k=8, intermediate=1536, router=ROUTER),
-            ),
-        )
-        * 62,
-        hidden=3072,
-        vocabulary=200064,
-        norm_eps=1e-6,
-        max_positions=196608,
-        tied_embeddings=False,
-        stop_tokens=(200020,),
-        dtype="bfloat16",
-        form="minimax_m2",
-        format="fp8",
-    ),
-)
+_M2 = known_model(read, "minimax-m2", rotary_dim=64)
 
 MINIMAX_M2 = Architecture(
     model_types=("minimax_m2",),
-    shapes=SHAPES,
+    shapes=(replace(_M2, format="fp8"),),
     sources={"minimax-m2": "huggingface.co/MiniMaxAI/MiniMax-M2"},
     read=read,
     left_out=("embedding",),

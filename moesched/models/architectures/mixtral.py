@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.architecture import Architecture, known_model
 from moesched.models.architectures.llama_like import BLOCK_SPARSE_EXPERTS, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.networks import FeedForward
-from moesched.models.rotary import Rotary
 
 
 class MixtralKeys(LlamaLikeKeys, kw_only=True):
@@ -66,28 +65,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of published checkpoints."""
-    return llama_like.tensors(config, BLOCK_SPARSE_EXPERTS)
-
-
-_8X7B = ModelConfig(
-    name="mixtral-8x7b",
-    pattern=(
-        Layer(
-            attention=GroupedAttention(heads=32, kv_heads=8, head_dim=128, rotary=Rotary(theta=1e6)),
-            feed_forward=FeedForward(experts=8, top_k=2, intermediate=14336),
-        ),
-    )
-    * 32,
-    hidden=4096,
-    vocabulary=32000,
-    norm_eps=1e-5,
-    max_positions=32768,
-    tied_embeddings=False,
-    stop_tokens=(2,),
-    dtype="bfloat16",
-)
+_8X7B = known_model(read, "mixtral-8x7b", max_position_embeddings=32768)
 SHAPES = (
     _8X7B.varied(
         name="mixtral-0.8b",
@@ -119,7 +97,7 @@ MIXTRAL = Architecture(
     },
     read=read,
     config_json=config_json,
-    tensors=tensors,
+    tensors=partial(llama_like.tensors, names=BLOCK_SPARSE_EXPERTS),
     other_tensors=llama_like.fused_tensors,
     extra_tensors=llama_like.extra_tensors,
 )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.architecture import Architecture, known_model
 from moesched.models.architectures.llama_like import MLP_EXPERTS, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.networks import FeedForward, Router
 
 
@@ -61,41 +60,13 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of published checkpoints."""
-    return llama_like.tensors(config, MLP_EXPERTS)
-
-
-SHAPES = (
-    ModelConfig(
-        name="olmoe-1b-7b",
-        pattern=(
-            Layer(
-                attention=GroupedAttention(heads=16, kv_heads=16, head_dim=128, qk_norm="projection"),
-                feed_forward=FeedForward(
-                    experts=64, top_k=8, intermediate=1024, router=Router(normalised=False)
-                ),
-            ),
-        )
-        * 16,
-        hidden=2048,
-        vocabulary=50304,
-        norm_eps=1e-5,
-        max_positions=4096,
-        tied_embeddings=False,
-        stop_tokens=(50279,),
-        dtype="bfloat16",
-        form="olmoe",
-    ),
-)
-
 OLMOE = Architecture(
     model_types=("olmoe",),
-    shapes=SHAPES,
+    shapes=(known_model(read, "olmoe-1b-7b", intermediate_size=1024),),
     sources={"olmoe-1b-7b": "huggingface.co/allenai/OLMoE-1B-7B-0924"},
     read=read,
     config_json=config_json,
-    tensors=tensors,
+    tensors=partial(llama_like.tensors, names=MLP_EXPERTS),
     other_tensors=llama_like.fused_tensors,
     extra_tensors=llama_like.extra_tensors,
 )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from moesched.models.architectures import llama_like
-from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.architecture import Architecture, known_model
 from moesched.models.architectures.llama_like import MLP_EXPERTS, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.networks import FeedForward, Router
-from moesched.models.rotary import Rotary
 
 
 class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
@@ -73,41 +71,24 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of published checkpoints."""
-    return llama_like.tensors(config, MLP_EXPERTS)
-
-
-SHAPES = (
-    ModelConfig(
-        name="qwen3-30b-a3b",
-        pattern=(
-            Layer(
-                attention=GroupedAttention(
-                    heads=32, kv_heads=4, head_dim=128, rotary=Rotary(theta=1e6), qk_norm="head"
-                ),
-                feed_forward=FeedForward(experts=128, top_k=8, intermediate=768),
-            ),
-        )
-        * 48,
-        hidden=2048,
-        vocabulary=151936,
-        norm_eps=1e-6,
-        max_positions=40960,
-        tied_embeddings=False,
-        stop_tokens=(151645, 151643),
-        dtype="bfloat16",
-        form="qwen3_moe",
-    ),
+QWEN3_30B = known_model(
+    read,
+    "qwen3-30b-a3b",
+    num_hidden_layers=48,
+    head_dim=128,
+    rope_theta=1e6,
+    max_position_embeddings=40960,
+    eos_token_id=[151645, 151643],
+    norm_topk_prob=True,
 )
 
 QWEN3_MOE = Architecture(
     model_types=("qwen3_moe",),
-    shapes=SHAPES,
+    shapes=(QWEN3_30B,),
     sources={"qwen3-30b-a3b": "huggingface.co/Qwen/Qwen3-30B-A3B"},
     read=read,
     config_json=config_json,
-    tensors=tensors,
+    tensors=partial(llama_like.tensors, names=MLP_EXPERTS),
     other_tensors=llama_like.fused_tensors,
     extra_tensors=llama_like.extra_tensors,
 )

@@ -10,7 +10,7 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.models.architectures.architecture import Architecture
 from moesched.models.config import DType, ModelConfig
-from moesched.models.config_file import ConfigFile
+from moesched.models.config_file import AliasedKeys, ConfigFile
 from moesched.models.layers import Layer, LinearAttention
 from moesched.models.tensor_shapes import elements
 from moesched.models.tensors import dense_shapes, expert_shapes
@@ -33,19 +33,17 @@ MAY_BE_ZERO = {
 """Keys that may be 0, in models without the part that the key sizes."""
 
 
-class SimulatedKeys(msgspec.Struct, kw_only=True):
+class SimulatedKeys(AliasedKeys, kw_only=True):
     """The keys of config.json that are read for all simulated architectures; subclasses add keys, with their defaults.
 
     Attributes:
         neutral: for each key that the simulation ignores, the values that it may have; any other value is refused.
         kinds: accepted entries of `layer_types`.
-        aliases: pairs of another name that transformers takes for a key, and the name of the field.
         by_layer: keys whose value has one entry for each layer, or none at all.
     """
 
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {"per_layer_config": ({},)}
     kinds: ClassVar[tuple[str, ...]] = ()
-    aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
     by_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
 
     vocab_size: int
@@ -57,7 +55,7 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     layer_types: tuple[str, ...] = ()
-    per_layer_config: Any = {}
+    per_layer_config: Any = msgspec.field(default_factory=dict)
 
     def kind(self, layer: int, default: str) -> str:
         """Return the kind of a layer, an entry of `layer_types`; without that key, `default`."""

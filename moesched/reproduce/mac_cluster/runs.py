@@ -57,10 +57,15 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Breakdown:
-    """Observer that adds up the time of the first node's decode tasks, in nanoseconds, as `moe`, `misc` and `ends`.
+    """Observer that adds up the time of the first node's decode tasks, in nanoseconds.
 
     Args:
-        handover: seconds in which the node hands one result over to the network.
+        handover: seconds that the node takes to pass one result to the network.
+
+    Attributes:
+        moe: time of the experts.
+        misc: time of the layers' other tasks, and of passing their results to the network.
+        ends: time of the tasks outside the layers, and of their exchanges.
     """
 
     def __init__(self, handover: float) -> None:

@@ -71,7 +71,7 @@ class ChildRun:
     def __init__(self, order: ChildOrder, on_progress: Progress = lambda done, total, what: None) -> None:
         self._order = order
         self._on_progress = on_progress
-        self._home = UNKNOWN
+        self._class_line = UNKNOWN
         self._names: list[str] = []
         self._outcomes: dict[int, Outcome] = {}
         self._begun: Began | None = None
@@ -136,7 +136,7 @@ class ChildRun:
                 continue
             text = line.decode(errors="replace").rstrip()
             if traceback and begins_traceback(text):
-                busy_at = endless_line(traceback, self._home)
+                busy_at = endless_line(traceback, self._class_line)
                 if busy_at is not None:
                     return busy_at
                 traceback.clear()
@@ -147,7 +147,7 @@ class ChildRun:
         if isinstance(message, Refused):
             raise BadInput(message.why)
         if isinstance(message, Opened):
-            self._home, self._names = message.home, message.names
+            self._class_line, self._names = message.class_line, message.names
         elif isinstance(message, Began):
             self._begun = message
             self._on_progress(message.item, len(self._names), self._names[message.item])
@@ -169,7 +169,7 @@ class ChildRun:
         if busy_at is None:
             ended = f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
             message = f"the policy ended the process, {ended}"
-            self._fatal.append(Fault(line=self._home, message=message, case=case))
+            self._fatal.append(Fault(line=self._class_line, message=message, case=case))
             self._reason = f"the process ended in {case}"
             return
         self._reason = f"{case} still ran, at {busy_at}"

@@ -22,7 +22,7 @@ from moesched.settings import check_settings, require_defaults
 from moesched.system.children import end_with_parent
 from moesched.system.plain_text import shown
 from moesched.testing.grid.cells import Cell
-from moesched.testing.grid.faults import home_of
+from moesched.testing.grid.faults import class_line_of
 from moesched.testing.grid.items import Outcome, Subject, items_of
 
 LEAST_SECONDS = 0.05
@@ -62,11 +62,11 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     """Message that the policy is loaded.
 
     Attributes:
-        home: the first line of the policy's class, as file:line.
+        class_line: the first line of the policy's class, as file:line.
         names: names of all items, in the order in which they run.
     """
 
-    home: str
+    class_line: str
     names: list[str]
 
 
@@ -122,10 +122,10 @@ def carry_out(order: ChildOrder, alarm: BinaryIO) -> Iterator[Message]:
     except BadInput as error:
         yield Refused(str(error))
         return
-    home = home_of(policy)
-    subject = msgspec.structs.replace(order.subject, home=home, settings=settings)
+    class_line = class_line_of(policy)
+    subject = msgspec.structs.replace(order.subject, class_line=class_line, settings=settings)
     items = items_of(policy, order.cells)
-    yield Opened(home, [item.name for item in items])
+    yield Opened(class_line, [item.name for item in items])
     outcomes: list[Outcome] = []
     end = time.monotonic() + order.limit
     for number, item in enumerate(items):

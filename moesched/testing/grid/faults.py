@@ -17,20 +17,20 @@ from moesched.testing.grid.results import Fault
 UNKNOWN = "the policy"
 
 
-def home_of(policy: type[Policy]) -> str:
+def class_line_of(policy: type[Policy]) -> str:
     """Return the first line of a policy's class, as file:line, for faults that have no other line."""
     with suppress(OSError, TypeError):
         return f"{inspect.getsourcefile(policy)}:{inspect.getsourcelines(policy)[1]}"
     return UNKNOWN
 
 
-def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = False) -> list[Fault]:
+def faults_of(run: Callable[[], object], case: str, class_line: str, *, whole: bool = False) -> list[Fault]:
     """Call `run`, and return the policy's faults: the error that ended it, or a coroutine that was not awaited.
 
     Args:
         run: runs the policy.
         case: name of the case.
-        home: the first line of the policy's class, as file:line.
+        class_line: the first line of the policy's class, as file:line.
         whole: whether faults have the whole traceback.
 
     Raises:
@@ -49,25 +49,25 @@ def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = 
             failure = error
     try:
         if failure is not None and not forgotten:
-            return [_fault(failure, case, home, whole=whole)]
-        return [_fault(each, case, home) for each in forgotten[:1]]
+            return [_fault(failure, case, class_line, whole=whole)]
+        return [_fault(each, case, class_line) for each in forgotten[:1]]
     finally:
         failure = None  # it refers to this frame
 
 
-def unfit_fault(error: BadInput, case: str, home: str) -> Fault:
+def unfit_fault(error: BadInput, case: str, class_line: str) -> Fault:
     """Return the fault to report for a policy whose plan fits in no case.
 
     Args:
         error: the error of the first plan.
         case: name of the first case.
-        home: the first line of the policy's class, as file:line.
+        class_line: the first line of the policy's class, as file:line.
     """
     cause = error.__cause__
     line = cause.line if isinstance(cause, PolicyError) else ""
     if not line and cause is not None:
         line = raising_line(cause)
-    return Fault(line=line or home, message=f"fits in no case: {reason_of(error)}", case=case)
+    return Fault(line=line or class_line, message=f"fits in no case: {reason_of(error)}", case=case)
 
 
 def reason_of(error: BadInput) -> str:
@@ -80,26 +80,26 @@ def begins_traceback(line: str) -> bool:
     return "most recent call first" in line
 
 
-def endless_line(traceback: Sequence[str], home: str) -> str | None:
-    """Return the policy's innermost line in a traceback, as file:line; `home` if the policy is not in it.
+def endless_line(traceback: Sequence[str], class_line: str) -> str | None:
+    """Return the policy's innermost line in a traceback, as file:line; `class_line` if the policy is not in it.
 
     Return None if the line's number is unknown.
 
     Args:
         traceback: lines as `faulthandler` writes them, the innermost frame first.
-        home: the first line of the policy's class, as file:line.
+        class_line: the first line of the policy's class, as file:line.
     """
     for line in traceback:
         file, found, rest = line.strip().removeprefix('File "').partition('", line ')
         if found and not is_a_librarys(file) and not is_our_file(file):
             number = rest.partition(" ")[0]
             return f"{file}:{number}" if number.isdecimal() else None
-    return home
+    return class_line
 
 
-def _fault(error: Exception, case: str, home: str, *, whole: bool = False) -> Fault:
+def _fault(error: Exception, case: str, class_line: str, *, whole: bool = False) -> Fault:
     line = policy_line(error).partition(" (")[0]
     more = explained(error)[1:]
     if whole:
         more = "".join(traceback.format_exception(error)).splitlines()
-    return Fault(line=home if line == UNKNOWN else line, message=in_words(error), case=case, more=more)
+    return Fault(line=class_line if line == UNKNOWN else line, message=in_words(error), case=case, more=more)

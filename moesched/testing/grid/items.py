@@ -28,13 +28,13 @@ class Subject(msgspec.Struct, frozen=True):
     Attributes:
         name: the policy's name, or file.py:Class, or module:Class.
         settings: the policy's settings by name.
-        home: the first line of the policy's class, as file:line; empty until the class is loaded.
+        class_line: the first line of the policy's class, as file:line; empty until the class is loaded.
         whole: whether faults have the whole traceback.
     """
 
     name: str
     settings: dict[str, Any]
-    home: str = ""
+    class_line: str = ""
     whole: bool = False
 
 
@@ -42,11 +42,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one item.
 
     Attributes:
-        unfit: the fault to report if the policy's plan fits the memory in no item; None if it does in this one.
+        unfit: set if the policy's plan does not fit the memory in this item; reported if it fits in no item.
         cell: the policy's result in a cell; None for other items.
         lanes: whether each lane was used, by the lane's name.
         rivals: the seconds of the shipped policies, by name.
-        skipped: whether the item was not run, since the earlier ones made it needless.
+        skipped: whether the item was not run, as the results of earlier items sufficed.
     """
 
     faults: list[Fault] = []
@@ -88,9 +88,9 @@ def trial_item(trial: Trial) -> Item:
             trial.run(subject.name, subject.settings)
 
         try:
-            return Outcome(faults=faults_of(run_it, trial.name, subject.home, whole=subject.whole))
+            return Outcome(faults=faults_of(run_it, trial.name, subject.class_line, whole=subject.whole))
         except BadInput as error:
-            return Outcome(unfit=unfit_fault(error, trial.name, subject.home))
+            return Outcome(unfit=unfit_fault(error, trial.name, subject.class_line))
 
     return Item(trial.name, run, is_needed, small=True)
 
@@ -106,10 +106,10 @@ def cell_item(cell: Cell) -> Item:
             outcome = _in_cell(cell, subject)
 
         try:
-            faults = faults_of(run_it, cell.name, subject.home, whole=subject.whole)
+            faults = faults_of(run_it, cell.name, subject.class_line, whole=subject.whole)
         except BadInput as error:
             result = CellResult(**structs.asdict(cell), problem=f"does not fit: {reason_of(error)}")
-            return Outcome(cell=result, unfit=unfit_fault(error, cell.name, subject.home))
+            return Outcome(cell=result, unfit=unfit_fault(error, cell.name, subject.class_line))
         if faults:
             result = CellResult(**structs.asdict(cell), problem=f"{faults[0].line}: {faults[0].message}")
             return Outcome(cell=result, faults=faults)
@@ -152,4 +152,4 @@ def _in_cell(cell: Cell, subject: Subject) -> Outcome:
 
 def _with_line(advice: Advice, subject: Subject) -> Advice:
     """Return the advice, with the line of the policy's class if the advice names no line of the policy."""
-    return structs.replace(advice, line=subject.home) if advice.line in ("", CODE_OF_CHILD) else advice
+    return structs.replace(advice, line=subject.class_line) if advice.line in ("", CODE_OF_CHILD) else advice

@@ -53,7 +53,7 @@ class SymbolicDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kind of each lane that is no worker thread, by name: empty, since all lanes (queues of tasks) are."""
+        """The kinds of lanes (queues of tasks) by name: empty, so that all have the default kind, a worker thread."""
         return {}
 
     def slot_bytes(self, page: Page) -> int:

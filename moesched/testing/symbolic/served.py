@@ -92,7 +92,7 @@ class ServedAttention(Attention):
 def embedded(rows: Rows, held: int) -> int:
     """Return the hash of the hidden state before the first layer, for the rows of a step.
 
-    held: the hash of the place's tokens so far.
+    held: the hash of the tokens so far in the micro-batch.
     """
     requests = [row.request for row in rows.rows]
     if rows.phase == "prefill":
