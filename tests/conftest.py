@@ -71,12 +71,12 @@ def pytest_sessionstart() -> None:
     All processes that tests fork have the same modules loaded, whichever test forks the first one.
     """
     from benchmarks.shared.forked_nodes import PRELOADED
-    from benchmarks.shared.fresh_process import FOR_IMITATED, preload
+    from benchmarks.shared.fresh_process import preload
     from compiled_parts import stale
 
     if why := stale():
         pytest.exit(why, returncode=pytest.ExitCode.USAGE_ERROR)
-    preload(*PRELOADED, *FOR_IMITATED)
+    preload(*PRELOADED)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -382,7 +382,7 @@ def test_the_plan_for_one_request_falls_off_no_cliff_where_the_budget_grows(obje
             budgets={"gpu": budget},
             band=False,
         ).schedule.rate
-        for budget in (800_000_000, 900_000_000, 950_000_000, 1_000_000_000, 1_100_000_000)
+        for budget in (800_000_000, 900_000_000, 1_000_000_000, 1_100_000_000)
     ]
     assert all(0.97 * less <= more <= 1.15 * less for less, more in pairwise(rates))
     assert rates[-1] > 1.05 * rates[0]

@@ -52,7 +52,7 @@ from benchmarks.gpu._sizes import FULL, SMALL
 from benchmarks.gpu._tables import tables
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.tables import markdown
-from benchmarks.shared.fresh_process import FOR_IMITATED, RowFailed, preload
+from benchmarks.shared.fresh_process import RowFailed, preload
 from moesched.system.cache import cache_folder
 
 LEAST_SECONDS = 5.0
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.small and not torch.cuda.is_available():
         print("torch sees no CUDA device here: nothing is measured")
         return 0
-    preload(*PRELOADED, *(FOR_IMITATED if options.small else ()))
+    preload(*PRELOADED)
     with TemporaryDirectory(prefix="gpu-hour-", dir=parent_of(options.model_dir)) as work:
         models = options.model_dir or Path(work)
         bench = Bench(

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,14 @@ def this_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{each.name: each.version for each in distributions() if each.name in LIBRARIES},
+        **_versions(),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """The versions of libraries that figures depend on."""
+    return {each.name: each.version for each in distributions() if each.name in LIBRARIES}
 
 
 def commit() -> str:

@@ -17,6 +17,7 @@ from moesched.cluster.members import Process, Start
 from moesched.runs.listeners import Listener
 
 PRELOADED = [
+    "anyio._backends._asyncio",
     "moesched.cli.main",
     "moesched.cluster.node",
     "moesched.devices.torch.device",

@@ -22,9 +22,6 @@ from typing import Any
 LONGEST_REASON = 300
 GENTLE_SECONDS = 3.0
 
-FOR_IMITATED = ("torch._dynamo",)
-"""Modules that an imitated GPU's tensors need: a second to import, and on a real GPU they might look for it."""
-
 
 def preload(*modules: str) -> None:
     """Have modules imported once, by the process that all others are forked from; no effect once that one runs.

@@ -169,12 +169,9 @@ class Operations:
             self.calls[name] += 1
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
-        blocks = {
-            _storage(each.twin): each.block
-            for each in _tensors((args, kwargs))
-            if isinstance(each, LaggingTensor)
-        }
-        shapes = _SHAPES.of(func, _twins(args), _on(_twins(kwargs), "meta"))
+        tensors = _tensors((args, kwargs))
+        blocks = {_storage(each.twin): each.block for each in tensors if isinstance(each, LaggingTensor)}
+        shapes = _SHAPES.of(func, _twins(args), _on_host(_twins(kwargs)))
         fresh: list[torch.Tensor] = []
 
         def result(twin: Any) -> Any:
@@ -191,7 +188,7 @@ class Operations:
         if changes:
             self._require_writable(args[:1])
         if (fresh and not _is_empty(name)) or changes:
-            reals, real_kwargs = _reals(args), _on(_reals(kwargs), "cpu")
+            reals, real_kwargs = _reals(args), _on_host(_reals(kwargs))
 
             def work() -> None:
                 values = func(*reals, **real_kwargs)
@@ -200,7 +197,7 @@ class Operations:
                     for target, value in zip(fresh, given, strict=True):
                         target.copy_(value)
 
-            self._enqueue(stream, work, _tensors((args, kwargs)))
+            self._enqueue(stream, work, tensors)
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
@@ -257,10 +254,12 @@ class Operations:
         like = torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
         if there is not None:
             return self._copy(self._new_like(like, there), tensor, at_once=at_once)
-        target = (
-            self.pinned.empty(like.shape, like.dtype) if not at_once else torch.empty_like(like, device="cpu")
+        empty = (
+            torch.empty(like.shape, dtype=like.dtype)
+            if at_once
+            else self.pinned.empty(like.shape, like.dtype)
         )
-        return self._copy(target, tensor, at_once=at_once)
+        return self._copy(empty, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
         """Queue a copy from `source` to `target`, one or both on a GPU, on the current stream; returns the target.
@@ -368,8 +367,8 @@ def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
     return of
 
 
-def _on(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
-    return {**kwargs, "device": device} if "device" in kwargs else kwargs
+def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
 
 
 def _storage(twin: torch.Tensor) -> int:

@@ -136,24 +136,26 @@ class Account:
             tasks: tasks whose state the call may have changed.
         """
         self._calls += 1
+        known, still_open = self._known, self.open
         changed = list(tasks)
         for task in changed:
-            if task.id not in self.open:
+            if task.id not in still_open:
                 continue
-            self._compare(task)
+            if task.state != known[task.id]:
+                self._compare(task)
             if task.state >= DONE:
-                self.open.discard(task.id)
+                still_open.discard(task.id)
                 for later in self._later[task.id]:
                     self._left[later] -= 1
                 moved = self._later[task.id] + self._released.get(task.id, [])
                 changed += [self.tasks[number] for number in moved]
                 self._later[task.id] = []
         for task in changed:
-            if task.id in self.open:
+            if task.id in still_open:
                 self._expect_waiting(task)
         for lane, account in self._lanes.items():
             running = lane.running
-            if running is not None and running.state != self._known[running.id]:
+            if running is not None and running.state != known[running.id]:
                 self._compare(running)
             if account.fresh:
                 ended = any(each.lane is lane and each.state in (DONE, FAILED) for each in tasks)
@@ -162,19 +164,16 @@ class Account:
                 self.broken.append(problem)
 
     def _compare(self, task: Task) -> None:
-        """Check that the engine may move a task from the state last seen to the task's current state."""
+        """Check that the engine may move a task from the state last seen to the task's current state, a new one."""
         before, after = self._known[task.id], task.state
-        if before == after:
-            return
         self._known[task.id] = after
         moves = JOIN_MOVES if isinstance(task, Join) else MOVES
-        withdrawn = (
-            (before, after) == (READY, WAITING) and task.cause is not None and bool(before_on_device(task))
-        )
-        if after not in moves.get(before, ()) and not withdrawn:
-            self.broken.append(f"{task!r} was {STATE_NAMES[before]}")
-        if after in (READY, RUNNING, DONE):
-            missing = [earlier for earlier in self._inputs[task.id] if earlier.state != DONE]
+        if after not in moves.get(before, ()):
+            withdrawn = (before, after) == (READY, WAITING) and task.cause is not None
+            if not (withdrawn and before_on_device(task)):
+                self.broken.append(f"{task!r} was {STATE_NAMES[before]}")
+        missing = [earlier for earlier in self._inputs[task.id] if earlier.state != DONE]
+        if missing and after in (READY, RUNNING, DONE):
             ahead = ISSUED if after != DONE else DONE
             lost = [each for each in missing if each.state != ahead or not self._on_device(each.id, task)]
             if lost:

@@ -42,7 +42,7 @@ class Experts:
         data.write(("normed", task.micro_batch), hidden)
         return self._with_scores(self._choose(task, hidden))
 
-    def chosen(self, task: Task, data: Access) -> dict[int, int]:
+    def chosen(self, task: Task, data: Access) -> Mapping[int, int]:
         """Return the number of rows of each expert that the first node's router chose; for a node without attention."""
         return self._choose(task, data.read(("normed", task.micro_batch)))
 
@@ -108,7 +108,7 @@ class Experts:
     def _with_scores(self, tokens: Mapping[int, int]) -> Mapping[int, int]:
         return with_shares(tokens, self._batch.config.routed.experts) if self._batch.scores else tokens
 
-    def _choose(self, task: Task, hidden: int) -> dict[int, int]:
+    def _choose(self, task: Task, hidden: int) -> Mapping[int, int]:
         return choose_experts(self._batch.config, hidden, self._batch.tokens(task))
 
 

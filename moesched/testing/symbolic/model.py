@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from random import Random
 
@@ -68,7 +69,7 @@ def project_output(layer: int, attention: int, hidden: int, weights: int) -> int
     return symbol("output", layer, attention, hidden, weights)
 
 
-def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, int]:
+def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> Mapping[int, int]:
     """Choose experts at random for each token, with the hidden state as seed.
 
     Return the number of tokens of each chosen expert, by expert, ascending.
@@ -77,10 +78,16 @@ def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, i
         hidden: the hash of the hidden state.
         tokens: number of tokens.
     """
+    return _chosen(config.routed.experts, config.routed.top_k, hidden, tokens)
+
+
+@lru_cache(20_000)
+def _chosen(experts: int, top_k: int, hidden: int, tokens: int) -> Mapping[int, int]:
+    """The counts of `choose_experts`; nodes, and the expected tokens, ask for the same again."""
     random = Random(hidden)
-    counts = [0] * config.routed.experts
+    counts = [0] * experts
     for _ in range(tokens):
-        for chosen in random.sample(range(config.routed.experts), config.routed.top_k):
+        for chosen in random.sample(range(experts), top_k):
             counts[chosen] += 1
     return {number: tokens for number, tokens in enumerate(counts) if tokens}
 
