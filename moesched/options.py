@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, dataclass_transform, get_args, get_origin
 
@@ -119,12 +120,18 @@ class Described(NamedTuple):
         return str if str in self.kinds else self.kinds[0]
 
     def require(self, value: Any, title: str = "") -> None:
-        """Raise BadInput if a value is out of the option's bounds; `title` names the option, by default its flag."""
+        """Raise BadInput if a value is no number within the option's bounds; `title` names it, by default its flag."""
         if value is None or not self.option.is_bounded:
             return
+        needed, words = (Integral, "whole number") if self.kinds == (int,) else (Real, "number")
         for number in value if isinstance(value, tuple | list) else [value]:
-            if not self.option.admits(number):
-                raise BadInput(f"{title or self.flag or self.name} is {number:,}: give {self.option.bounds}")
+            if not issubclass(type(number), needed):
+                said = f"{number!r}, no {words}"
+            elif not self.option.admits(number):
+                said = f"{number:,}"
+            else:
+                continue
+            raise BadInput(f"{title or self.flag or self.name} is {said}: give {self.option.bounds}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +142,7 @@ class Options:
     A subclass may give an inherited option another type or default; the description stays.
 
     Raises:
-        BadInput: a number is out of bounds.
+        BadInput: a number is out of bounds, or a value is no number or no mapping where one is needed.
     """
 
     def __init_subclass__(cls) -> None:
@@ -143,7 +150,10 @@ class Options:
 
     def __post_init__(self) -> None:
         for each in described(type(self)).values():
-            each.require(getattr(self, each.name))
+            value = getattr(self, each.name)
+            each.require(value)
+            if each.is_table and value is not None and not isinstance(value, Mapping):
+                raise BadInput(f"{each.name} is {value!r}: give a mapping of names to values, such as a dict")
 
 
 _DESCRIBED: dict[type, dict[str, Described]] = {}

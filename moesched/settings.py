@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from moesched.errors import BadInput
 
@@ -23,11 +23,20 @@ def parse_value(text: str) -> int | float | bool | str:
     return text
 
 
+def typed_value(text: str) -> int | float | bool | str:
+    """Convert a text as `parse_value` does, but not if that would lose how it is written, as of "1e3" or "007".
+
+    `check_settings` converts what is left, unless the setting is a text.
+    """
+    value = parse_value(text)
+    return value if str(value) == text else text
+
+
 def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Check settings against the types of a plug-in's parameters; return the settings as keyword arguments.
 
     Only parameters with a default are settings. Those annotated with other types than bool, int, float and str are not
-    checked.
+    checked. Texts that read as numbers or truth values are converted, unless the setting may be a text.
 
     Args:
         plugin: the class of the policy or device.
@@ -41,13 +50,14 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
     known = setting_names(plugin)
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     hints = _hints(plugin)
-    for key, value in settings.items():
+    checked = {key: _converted(value, hints.get(key)) for key, value in settings.items()}
+    for key, value in checked.items():
         if key not in known and not takes_any:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise BadInput(f"{title} has no setting {key!r}: {takes}")
         if not _is(value, hints.get(key)):
             raise BadInput(f"{title}: {key} is {value!r}: give {_MEANT[hints[key]]}")
-    return {key: str(value) if hints.get(key) is str else value for key, value in settings.items()}
+    return checked
 
 
 def require_defaults(policy: type, title: str) -> None:
@@ -87,6 +97,14 @@ def _hints(plugin: type) -> dict[str, Any]:
         return get_type_hints(plugin.__init__)  # type: ignore[misc]  # the class itself is asked, not an instance
     except (NameError, TypeError):
         return {}  # names that exist for type checkers only
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    if hint is str:
+        return str(value)
+    if isinstance(value, str) and str not in get_args(hint):
+        return parse_value(value)
+    return value
 
 
 def _is(value: Any, hint: Any) -> bool:

@@ -240,15 +240,29 @@ def test_a_trace_that_cannot_be_written_does_not_cost_the_report(model: Path, tm
     assert caught.value.report.tokens == moesched.run_model(model, [[1]], max_new_tokens=2).tokens
 
 
-def test_settings_are_read_as_what_they_look_like() -> None:
-    texts = ["a=3", "b=-0.5", "c=true", "d=False", "e=some text=here", "f=1e3", "g="]
-    expected = {"a": 3, "b": -0.5, "c": True, "d": False, "e": "some text=here", "f": 1000.0, "g": ""}
+def test_settings_are_read_as_what_the_policy_takes() -> None:
+    texts = ["count=007", "share=1e-3", "name=1e3", "maybe=true", "keep=true", "any=1e3"]
+    table = read_table(described(SettingOptions)["settings"], texts)
+    assert check_settings(Taking, "policy taking", table) == {
+        "count": 7, "share": 0.001, "name": "1e3", "maybe": "true", "keep": True, "any": 1000.0
+    }  # fmt: skip
+
+
+def test_a_setting_may_be_empty_or_have_an_equals_sign() -> None:
+    texts = ["a=3", "b=-0.5", "c=some text=here", "d="]
+    expected = {"a": 3, "b": -0.5, "c": "some text=here", "d": ""}
     assert read_table(described(SettingOptions)["settings"], texts) == expected
 
 
 class Taking:
     def __init__(
-        self, count: int = 1, share: float = 0.5, name: str = "", keep: bool = False, any: Any = 0
+        self,
+        count: int = 1,
+        share: float = 0.5,
+        name: str = "",
+        maybe: str | None = None,
+        keep: bool = False,
+        any: Any = 0,
     ) -> None:
         pass
 
@@ -264,7 +278,7 @@ class Taking:
         ({"count": True}, "policy taking: count is True: give a whole number"),
         ({"share": "half"}, "policy taking: share is 'half': give a number"),
         ({"keep": 1}, "policy taking: keep is 1: give true or false"),
-        ({"size": 1}, "policy taking has no setting 'size': it takes count, share, name, keep, any"),
+        ({"size": 1}, "policy taking has no setting 'size': it takes count, share, name, maybe, keep, any"),
     ],
 )
 def test_a_policy_gets_settings_of_the_types_that_it_names_and_others_are_told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import MISSING
 from itertools import chain
@@ -112,6 +113,20 @@ def test_a_number_out_of_bounds_is_refused_by_its_flag(options: type[Options], f
     for number in numbers:
         with pytest.raises(moesched.BadInput, match=f"{field.flag or field.name} is {number:,}: give "):
             options(**required | {field.name: number})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch_size": "8"}, "--batch-size is '8', no whole number: give 1 to 65,536"),
+        ({"batch_size": 8.0}, "--batch-size is 8.0, no whole number: give 1 to 65,536"),
+        ({"settings": "ahead=2"}, "settings is 'ahead=2': give a mapping of names to values, such as a dict"),
+        ({"budgets": ["host"]}, "budgets is ['host']: give a mapping of names to values, such as a dict"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(moesched.BadInput, match=f"^{re.escape(said)}$"):
+        moesched.run_model("nowhere", [[1]], **given)
 
 
 def test_no_command_has_two_options_of_one_name() -> None:

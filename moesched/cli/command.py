@@ -197,7 +197,7 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         BadInput: a text has no key, or a key comes twice.
     """
-    from moesched.settings import parse_value
+    from moesched.settings import typed_value
 
     table: dict[str, Any] = {}
     for text in texts:
@@ -206,7 +206,7 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
             raise BadInput(f"{each.flag} {text!r}: write {each.option.metavar}")
         if key in table:
             raise BadInput(f"{each.flag} gives {key} twice, {table[key]!r} and {value!r}: give it once")
-        table[key] = parse_value(value) if each.item_kind is Any else value
+        table[key] = typed_value(value) if each.item_kind is Any else value
     return table
 
 

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 
-from cyclopts.exceptions import MissingArgumentError, RepeatArgumentError, UnknownOptionError
+from cyclopts.exceptions import (
+    MissingArgumentError,
+    RepeatArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from moesched.errors import (
     BadInput,
@@ -103,6 +108,9 @@ def _refused_arguments(error: BaseException) -> str:
         return remedy
     if isinstance(error, MissingArgumentError) and not (error.unused_tokens or [""])[0].startswith("-"):
         return _needed(error)
+    if isinstance(error, UnusedCliTokensError):
+        command, (first, *_) = " ".join(error.command_chain or ()), error.unused_tokens or [""]
+        return f"{command} takes no argument {first!r}: omit it. See moesched {command} --help"
     return f"{error} See moesched --help, or --help after a command."
 
 

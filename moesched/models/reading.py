@@ -20,6 +20,7 @@ from moesched.models.gguf.vocabulary import read_vocabulary
 from moesched.models.layers import Layer
 from moesched.models.networks import SILU
 from moesched.models.quantization import in_stored_format
+from moesched.models.shapes import SHAPES
 from moesched.models.shards import stored_names
 
 HEAD = "lm_head.weight"
@@ -53,6 +54,11 @@ def read_config(model: Path | str, stored_as: str | None = None) -> ModelConfig:
 
 
 def _read_folder(directory: Path, stored_as: str | None) -> ModelConfig:
+    if str(directory) in SHAPES and not directory.exists():
+        raise BadInput(
+            f"{directory} is a name for predictions: give a folder with its weights, or write random ones with "
+            f"`moesched random-model {directory} PATH`"
+        )
     file = ConfigFile.in_folder(directory)
     if file.model_type not in BY_MODEL_TYPE:
         raise file.unsupported("model_type", file.model_type, f"one of {', '.join(sorted(BY_MODEL_TYPE))}")

@@ -124,7 +124,7 @@ def plan_best(
             new_tokens=new_tokens,
             cost=cost_model(machine, layout.dtype),
             splits_kv=chosen.is_class and splits_kv(chosen.cls, machine),
-            kv_on_gpu=settings.get(KV_SHARE),
+            kv_on_gpu=chosen.make.keywords.get(KV_SHARE),
             objective=objective,
             **resources,
         )

@@ -31,8 +31,8 @@ class Output(NamedTuple):
 
 
 def is_html(path: Path | str | None) -> bool:
-    """Test whether a report's path ends in .html, so that the report is an HTML page and not JSON."""
-    return path is not None and Path(path).suffix.lower() == ".html"
+    """Test whether a report's path ends in .html or .htm, so that the report is an HTML page and not JSON."""
+    return path is not None and Path(path).suffix.lower() in (".html", ".htm")
 
 
 def numbered(path: Path | str, number: int) -> Path:
