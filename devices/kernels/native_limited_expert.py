@@ -9,9 +9,9 @@ from ..native.compiled import library
 from ..native.kernels import NativeKernels, address, matrix_of
 from .layer_weights import Blocks, Tensor, Weights
 from .native_kernel import BFLOAT16, NativeKernel
-from .native_products import MOST_COLUMN_ROWS, NativeColumns
+from .native_products import ByColumns
 from .resources import Resources
-from .seam import COLUMNS, EXPERT_MATRICES, ROWS, Bound, Case
+from .seam import COLUMNS, EXPERT_MATRICES, Bound, Case
 
 
 class NativeLimitedExpert(NativeKernel):
@@ -35,22 +35,10 @@ class NativeLimitedExpert(NativeKernel):
         return _Expert(self._threads, case, weights)
 
 
-class NativeLimitedExpertByColumns(NativeLimitedExpert):
+class NativeLimitedExpertByColumns(ByColumns, NativeLimitedExpert):
     """Runs one expert with a limited activation on a few rows, where its matrices are stored transposed."""
 
-    takes = f"{NativeColumns.takes}; a limited activation"
-
-    def __init__(self, resources: Resources) -> None:
-        super().__init__(resources)
-        self.name = f"{self.name}, columns"
-
-    def refusal(self, case: Case) -> str:
-        """Return why a case is refused: no transposed matrices, many rows, or a reason of its base; else empty."""
-        if case.formats != {COLUMNS}:
-            return "it reads matrices that are stored transposed"
-        if case.rows > MOST_COLUMN_ROWS:
-            return f"torch is faster from {MOST_COLUMN_ROWS + 1} rows on"
-        return super().refusal(case._replace(formats=frozenset({ROWS})))
+    takes = f"{ByColumns.takes}; a limited activation"
 
 
 class _Expert:

@@ -28,8 +28,8 @@ class NativeProduct(NativeKernel):
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 
-class NativeColumns(NativeProduct):
-    """Multiplies a few rows of bfloat16 by a matrix that is stored transposed."""
+class ByColumns(NativeKernel):
+    """The first base of kernels for a few rows of bfloat16 by matrices that are stored transposed."""
 
     takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
 
@@ -38,12 +38,16 @@ class NativeColumns(NativeProduct):
         self.name = f"{self.name}, columns"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: no transposed matrix, many rows, or a reason of `NativeKernel`; else empty."""
+        """Return why a case is refused: no transposed matrix, many rows, or a reason of another base; else empty."""
         if case.formats != {COLUMNS}:
             return "it reads matrices that are stored transposed"
         if case.rows > MOST_COLUMN_ROWS:
             return f"torch is faster from {MOST_COLUMN_ROWS + 1} rows on"
         return super().refusal(case._replace(formats=frozenset({ROWS})))
+
+
+class NativeColumns(ByColumns, NativeProduct):
+    """Multiplies a few rows of bfloat16 by a matrix that is stored transposed."""
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""

@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a call returns: shapes for tensors, other values as they are; nested as the structure says."""
+    """The results of a call: shapes of tensors, other values as they are; nested as the structure says."""
 
     leaves: list[Any]
     structure: TreeSpec
