@@ -131,6 +131,7 @@ class AboutData(msgspec.Struct, kw_only=True):
     clocks: dict[str, Clock] = {}
     roofs: dict[str, Roof] = {}
     costs_measured: bool = False
+    tokens_per_second: float = 0.0
 
 
 class OtherData(AboutData, kw_only=True):
