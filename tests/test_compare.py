@@ -170,6 +170,16 @@ def test_runs_beyond_the_letter_z_have_two_letters() -> None:
     assert [letters_of(number) for number in (1, 25, 26, 27, 52, 702)] == ["B", "Z", "AA", "AB", "BA", "AAA"]
 
 
+def test_one_file_is_one_run(tmp_path: Path) -> None:
+    run = virtual_run("cgopipe", budgets=FORTY_PERCENT)
+    file = tmp_path / "a.json"
+    write_trace(file, run.recording, run.about)
+    for source in (file, str(file)):
+        assert len(compare_runs(source, replayed=True).runs) == 2
+        with pytest.raises(BadInput, match="1 run given: name two traces"):
+            compare_runs(source)
+
+
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     files = [tmp_path / folder / "run.json" for folder in ("a", "b")]
     for file in files:

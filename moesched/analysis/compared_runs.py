@@ -72,7 +72,7 @@ def read_run(path: Path | str) -> ComparedRun:
         recording, about = read_trace(path)
         return run_of_recording(title, recording, about)
     where = f"{path} is not the report of a run"
-    report = decode_json(data, _Report, where, "write one with --report", most=MOST_BYTES)
+    report = decode_json(data, _Report, where, "name its trace, or the report of a batch", most=MOST_BYTES)
     return _run_of_report(title, report)
 
 
