@@ -179,13 +179,12 @@ BENCHMARK = Benchmark(
     keeps_parts=True,
     replaces=("prediction",),
 )
-BENCHMARK.parser.add_argument("--policies", nargs="+", metavar="NAME", help="policies to compare")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the settings; each joins those of earlier runs in the result at once."""
     options = BENCHMARK.parse(arguments)
-    policies = options.policies or [name for name in plugins.names("policies") if name not in LEFT_OUT]
+    policies = [name for name in plugins.names("policies") if name not in LEFT_OUT]
     settings: dict[str, Any] = BENCHMARK.stored().get("settings", {})
     cache_folder().mkdir(parents=True, exist_ok=True)
     try:

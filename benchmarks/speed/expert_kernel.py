@@ -141,12 +141,6 @@ BENCHMARK = Benchmark(
     rounds_help="turns of each number of rows; a third as many generations of each batch",
     keeps_parts=True,
 )
-BENCHMARK.parser.add_argument(
-    "--sets",
-    nargs="+",
-    metavar="NAME",
-    help="instruction sets on one core (default: all but portable); others stay in the file",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stored = BENCHMARK.stored()
     found: dict[str, Any] = {part: stored[part] for part in PARTS if part in stored}
     best = instruction_sets()[0]
-    sets = options.sets or [name for name in instruction_sets() if name != "portable"]
+    sets = [name for name in instruction_sets() if name != "portable"]
     with torch.inference_mode():
         if {"one_core", "all_cores"} & set(options.only):
             memory = weights_in_memory()
