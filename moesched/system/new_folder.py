@@ -47,13 +47,7 @@ def new_file(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 
 @contextmanager
 def _new_path(target: Path, needed: int, smaller: str, refuse: Callable[[Path], object]) -> Iterator[Path]:
-    """Yield a path at which to make a file or folder, and rename it to `target` on exit.
-
-    Args:
-        needed: bytes that will be written.
-        smaller: the remedy if the disk has too little space.
-        refuse: raises BadInput if the target is in use.
-    """
+    """Yield a path at which to make a file or folder, and rename it to `target` on exit."""
     try:
         refuse(target)
         target = Path(os.path.realpath(target))  # of a link to an empty folder the folder is replaced
