@@ -1,7 +1,7 @@
 """Damaged files, messages and frames: each is accepted or refused with one line, within 2 s and 500 MB.
 
 Each parser gets its damaged files in a process of its own, `--rounds` of them; then each command that reads such files
-gets `--commands`. The result is written after each. With `--atheris SECONDS`, parsers are fuzzed by coverage instead
+gets 200. The result is written after each. With `--atheris SECONDS`, parsers are fuzzed by coverage instead
 (pip install 'moesched[fuzz]').
 """
 

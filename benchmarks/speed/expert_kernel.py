@@ -5,8 +5,8 @@ times the last-level cache, so that weights come from memory. Kernel, limit (`sh
 The ratio of neighbours is taken in each turn, and the median of that counts: the bandwidth of a shared machine moves
 more within a minute than what is measured here.
 
-One core: one thread each, in seconds of its processor time, which other processes disturb least. `--sets` picks
-instruction sets.
+One core: one thread each, in seconds of its processor time, which other processes disturb least; with each instruction
+set but the portable one.
 
 All cores: the best instruction set, one thread on each core, in seconds of the clock; only on an otherwise idle
 machine. Torch has two ways: one expert on all cores, and as many experts as there are cores, each on a core of its
