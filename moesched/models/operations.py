@@ -306,9 +306,9 @@ class ExpertOperations(Products):
 
 @dataclass(frozen=True, eq=False)
 class Operations(AttentionOperations, ExpertOperations):
-    """Costs of all operations of a model, and of one kind of its layers, in one dtype.
+    """FLOPs and bytes of a model's operations, in one dtype; for operations within layers, of one kind of layer.
 
-    This class itself has the operations outside the layers, and those that combine several operations.
+    The base classes have the operations within layers. This class has those outside of layers, and sums of several.
     """
 
     @cached_property

@@ -152,7 +152,7 @@ def serve_on(
 
     Raises:
         BadInput: the device or plan does not support continuous batching, or a request exceeds the capacity.
-        OutOfMemory: the system gave no more memory.
+        OutOfMemory: the system refused memory.
         TaskFailed: another node is lost, or a task failed.
     """
     serves = _serves(device)
