@@ -100,7 +100,7 @@ class WithAbsoluteTargets:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an ASGI request on to the application, with the path of its target alone."""
-        if url := _ABSOLUTE.fullmatch(scope["raw_path"]):
+        if url := _ABSOLUTE.fullmatch(scope.get("raw_path", b"")):
             host, path = url[1], url[2] or b"/"
             headers = [(b"host", host), *(each for each in scope["headers"] if each[0] != b"host")]
             scope = {**scope, "path": unquote(path.decode()), "raw_path": path, "headers": headers}
