@@ -256,7 +256,9 @@ class TaskTimes:
             route, experts = parts[0], [part for part in parts if part.operation.endswith("experts")]
             within = median(before) * route.size / alike.size
             yield point(f"{prefix}{ROUTE_WITHIN}", group.dtype, route.rows, route.size, within)
-            used = fmean(self._used[group])  # tokens of one prompt choose alike: fewer experts than the work's mean
+            used = fmean(
+                self._used[group]
+            )  # tokens of one prompt choose alike: fewer experts than the work's mean
             rows = experts[0].rows * sum(part.times for part in experts) / used
             each = (seconds - within - median(after)) / used
             yield point(f"{prefix}experts", group.dtype, rows, experts[0].size, each)
