@@ -74,19 +74,17 @@ class Data:
         Raises:
             Clash: while the task ran, another task changed data that it used, or used data that it changed.
         """
-        reads, writes, start = access.reads, access.writes, access.start
-        read, written = self._read, self._written
+        reads, writes = access.reads, access.writes
         with self._lock:
             end = task.end if task.end >= 0 else next(self._ticks)
-            for key in (*reads, *writes):
-                if written.get(key, -1) > start:
+            for key in reads | writes.keys():
+                if self._written.get(key, -1) > access.start:
                     raise Clash(f"{task.label} uses {key} while another task changes it")
             for key in writes:
-                if read.get(key, -1) > start:
+                if self._read.get(key, -1) > access.start:
                     raise Clash(f"{task.label} changes {key} while another task reads it")
             for key in reads:
-                if read.get(key, -1) < end:
-                    read[key] = end
+                self._read[key] = max(end, self._read.get(key, -1))
             for key, value in writes.items():
-                written[key] = end
+                self._written[key] = end
                 self.values[key] = value

@@ -14,12 +14,8 @@ from moesched.steps.plan import Plan
 VOCABULARY = 50_000
 
 
-@lru_cache(20_000)
 def symbol(*parts: int | str) -> int:
-    """Return a hash of the parts in their order, as a number of 56 bits.
-
-    Devices of all nodes, and the expected tokens, ask for the same again.
-    """
+    """Return a hash of the parts in their order, as a number of 56 bits."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
