@@ -58,7 +58,7 @@ class NotFinite(BadInput):
 
 
 class OutOfMemory(BadInput):
-    """The system gave no more memory, or no more threads; the message says how many bytes the plan takes."""
+    """The system refused memory, or a thread; the message says how many bytes the plan takes."""
 
 
 class PolicyError(MoeschedError):

@@ -94,12 +94,7 @@ def _parameter(each: Described) -> inspect.Parameter:
 
 
 def _with_meanings(text: str, own: Iterable[Described]) -> str:
-    """Return a docstring with an `Args:` section of these options, inserted before its `Raises:`.
-
-    Args:
-        text: the docstring without that section.
-        own: the options, each with its meaning.
-    """
+    """Return a docstring with an `Args:` section of these options, inserted before its `Raises:`."""
     head, raises, errors = text.partition("\n\nRaises")
     indented = TextWrapper(WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
     lines = [

@@ -19,6 +19,7 @@ from commands import Said
 
 if TYPE_CHECKING:
     from fronts import Server
+    from moesched.devices.lagging.device import LaggingGpu
     from moesched.models.checkpoint import Checkpoint
     from runs import Run
 
@@ -203,6 +204,15 @@ def no_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from small_models import small_model
 
     return small_model(tmp_path_factory.mktemp("models") / "no-text", max_positions=100)
+
+
+@pytest.fixture(params=range(2))
+def gpu(request: pytest.FixtureRequest) -> Iterator[LaggingGpu]:
+    """An imitated GPU that lags by a seed, with a stream of its own."""
+    from moesched.devices.lagging.device import LaggingGpu
+
+    with LaggingGpu(seed=request.param) as gpu, gpu.streams.on(gpu.streams.new_stream()):
+        yield gpu
 
 
 @pytest.fixture(scope="session")

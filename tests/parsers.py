@@ -359,12 +359,12 @@ PARSERS: dict[str, Parser] = {
     "frame": Parser(_text("frame", _frame), lambda file: unpack(file.read_bytes()), BadFrame),
     "request for a completion": Parser(
         _text("body", lambda: '{"model": "m", "prompt": [[1, 2], [3]], "stop": ["a"], "temperature": 0.5}'),
-        lambda file: read_body(file.read_bytes(), CompletionRequest).stops,
+        lambda file: read_body(file.read_bytes(), CompletionRequest, "m").stops,
         ApiError,
     ),
     "request for a chat": Parser(
         _text("body", lambda: '{"model": "m", "messages": [{"role": "user", "content": [{"text": "a"}]}]}'),
-        lambda file: read_body(file.read_bytes(), ChatRequest).stops,
+        lambda file: read_body(file.read_bytes(), ChatRequest, "m").stops,
         ApiError,
     ),
     "messages of an engine": Parser(

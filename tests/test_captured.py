@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ from moesched.plugins import make_policy
 from odd_models import PROMPTS, WIDE, stored
 
 MB = 1 << 20
-
-
-@pytest.fixture(params=range(2))
-def gpu(request: pytest.FixtureRequest) -> Iterator[LaggingGpu]:
-    with LaggingGpu(seed=request.param) as gpu, gpu.streams.on(gpu.streams.new_stream()):
-        yield gpu
 
 
 class Scale:

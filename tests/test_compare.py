@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from commands import SIMULATE, refused
 from moesched.analysis.compare import compare_runs, read_runs
-from moesched.analysis.compared_runs import run_of_recording
+from moesched.analysis.compared_runs import replayed_run, run_of_recording
 from moesched.analysis.comparison import Comparison, Row, letters_of
 from moesched.analysis.published import PREFILL_ERROR
 from moesched.errors import BadInput
@@ -124,25 +125,33 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rate", "said"),
     [
         (
-            1,
+            1e9 / 40,
             "Least time without loading: P (30) with 30 ns, link busy 100%. P (40) took 1.33 times as long, link",
         ),
         (
-            4,
+            1e8,
             "Most tokens a second without loading: P (40) with 100,000,000, link busy 100%."
             " P (30) had 0.33 times as many",
         ),
     ],
 )
-def test_runs_of_different_numbers_of_tokens_are_compared_by_their_rates(rows: int, said: str) -> None:
+def test_runs_of_different_numbers_of_tokens_are_compared_by_their_rates(rate: float, said: str) -> None:
     runs = [
-        run_of_recording(str(length + 10), recording(rows=rows, fetch=length, sample=10), MEASURED)
-        for length, rows in ((20, 1), (30, rows))
+        run_of_recording(str(length), recording(fetch=length), replace(MEASURED, tokens_per_second=rate))
+        for length, rate in ((30, 1e9 / 30), (40, rate))
     ]
     assert compare_runs(runs).answer().startswith(said)
+
+
+def test_a_replay_has_its_own_rate() -> None:
+    gap = recording(fetch=10, pin=10)
+    gap.slices[1].start, gap.slices[1].end = 30, 40
+    run = run_of_recording("a", gap, replace(MEASURED, tokens_per_second=1e8))
+    rate = find(compare_runs([run, replayed_run(run)]), "total", "throughput", "rate")
+    assert rate.values == [1e8, 2e8]
 
 
 def test_what_ends_after_the_last_token_takes_no_time() -> None:
@@ -159,6 +168,16 @@ def test_what_ends_after_the_last_token_takes_no_time() -> None:
 
 def test_runs_beyond_the_letter_z_have_two_letters() -> None:
     assert [letters_of(number) for number in (1, 25, 26, 27, 52, 702)] == ["B", "Z", "AA", "AB", "BA", "AAA"]
+
+
+def test_one_file_is_one_run(tmp_path: Path) -> None:
+    run = virtual_run("cgopipe", budgets=FORTY_PERCENT)
+    file = tmp_path / "a.json"
+    write_trace(file, run.recording, run.about)
+    for source in (file, str(file)):
+        assert len(compare_runs(source, replayed=True).runs) == 2
+        with pytest.raises(BadInput, match="1 run given: name two traces"):
+            compare_runs(source)
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
@@ -239,11 +258,11 @@ def test_what_is_neither_trace_nor_report_is_named(content: bytes, complaint: st
     assert "\n" not in str(caught.value)
 
 
-def recording(rows: int = 0, **lengths: int) -> Recording:
-    """Transfers of 1,000 bytes and some rows each on one link, one after another, by verb and nanoseconds."""
+def recording(**lengths: int) -> Recording:
+    """Transfers of 1,000 bytes each on one link, one after another, by verb and nanoseconds."""
     link, slices, now = LaneName(0, "link"), [], 0
     for number, (verb, length) in enumerate(lengths.items()):
-        task = TaskInfo(verb, verb, "PageTransfer", "copy", "a->b", nbytes=1000, rows=rows)
+        task = TaskInfo(verb, verb, "PageTransfer", "copy", "a->b", nbytes=1000)
         slices.append(Slice(number, link, task, 0, now, now + length))
         now += length
     return Recording([link], slices, [()] * len(slices), [])
@@ -256,6 +275,18 @@ def find(comparison: Comparison, section: str, name: str, what: str) -> Row:
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more", [["--beams", 2], ["--arrivals", "poisson:100", "--requests", 8]], ids=["beams", "arrivals"]
+)
+def test_a_trace_has_the_rate_of_its_report(more: list[Any], command: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    job = [*SIMULATE, "--policy", "cgopipe", "--batch-size", 4, "--gen", 3, *more]
+    report = command(*job, "--trace", trace, "--json").json
+    rows = command("compare", trace, trace, "--json").json["rows"]
+    [rate] = [row["values"] for row in rows if row["unit"] == "tokens/s"]
+    assert rate[0] in (report.get("throughput_tokens_per_second"), report.get("tokens_per_second"))
 
 
 def test_compare_says_why_and_shows_a_run_beside_its_replay(command: Any, tmp_path: Path) -> None:

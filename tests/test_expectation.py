@@ -65,8 +65,13 @@ def run(model: Path, **changes: Any) -> Any:
     return moesched.run_model(model, PROMPTS, **(given | changes))
 
 
-def test_the_expectation_of_a_run_is_what_simulate_predicts(model: Path) -> None:
+def test_the_expectation_of_a_run_is_what_simulate_predicts_for_the_experts_that_it_chose(
+    model: Path,
+) -> None:
     report = run(model)
+    chosen = moesched.profile_routing(
+        model, PROMPTS, max_new_tokens=4, dtype="float32", batch_size=3, micro_batch_size=2
+    )
     predicted = moesched.simulate_model(
         model,
         machine=calibrated(),
@@ -76,6 +81,7 @@ def test_the_expectation_of_a_run_is_what_simulate_predicts(model: Path) -> None
         gen=4,
         batch_size=3,
         micro_batch_size=2,
+        routing=chosen.trace,
     )
     expected = report.as_dict()["expected"]
     assert report.no_expectation is None

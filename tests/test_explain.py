@@ -312,6 +312,10 @@ def test_the_command_says_what_matters_in_its_first_ten_lines(command: Any, tmp_
     ("content", "told"),
     [
         ('{"traceEvents": [], "otherData": {"version": "perf"}}', r"trace\.json is not a trace of moesched"),
+        (
+            '{"model": "m", "machine": "t4", "lanes": {}}',
+            "is a report, and not a trace: name the file that --trace wrote",
+        ),
         ('{"traceEvents": [{"ph": "X"', r"trace\.json is not a trace of moesched"),
         (
             '{"traceEvents": [], "otherData": {"format": "moesched trace 1", "tasks": 0, "edges": 0}}',

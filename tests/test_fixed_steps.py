@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ LAYERS = 2
 OPERATIONS = ("embed", *("attention_inputs", "attention", "moe_layer") * LAYERS)
 FIRST_AHEAD = 2
 """The step that is launched ahead first: the one before it was recorded."""
-
-
-@pytest.fixture(params=range(2))
-def gpu(request: pytest.FixtureRequest) -> Iterator[LaggingGpu]:
-    with LaggingGpu(seed=request.param) as gpu, gpu.streams.on(gpu.streams.new_stream()):
-        yield gpu
 
 
 class Steps:

@@ -225,6 +225,7 @@ def test_random_models_are_written_to_files_too(stored_as: str | None, tmp_path:
         GRANITE.varied(layers=2, **sizes),
         MINIMAX.varied(layers=2, **sizes),
         replace(GLM, hidden=256, pattern=(dense, *others)),
+        replace(GLM, name="glm-with-norms", hidden=256, pattern=(dense, *others)).varied(qk_norm="head"),
         DBRX.varied(layers=2, **sizes),
         GPT_OSS_FILE.varied(layers=3, **sizes),
     ):
@@ -248,6 +249,12 @@ def test_random_models_are_written_to_files_too(stored_as: str | None, tmp_path:
         write_random_model(config, file)
 
 
+def test_names_that_do_not_open_again_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="has the name of a part of a split model: choose another name"):
+        write_random_model(MIXTRAL, tmp_path / "model-00001-of-00002.gguf")
+    assert open_checkpoint(write_random_model(MIXTRAL, tmp_path / "MODEL.GGUF")).config.layers
+
+
 def test_factors_that_a_file_leaves_out_are_1(tmp_path: Path) -> None:
     config = GRANITE.varied(embedding_factor=1.0, residual_factor=1.0, logits_factor=1.0, router=Router())
     read = open_checkpoint(write_random_model(config, tmp_path / "granite.gguf")).config
@@ -268,6 +275,12 @@ def test_layers_that_no_file_describes_are_refused(tmp_path: Path) -> None:
     whole_pairs = GPT_OSS_FILE.varied(
         rotary=Rotary(scaling=Yarn(factor=4.0, original_max_position_embeddings=16))
     )
+    said = (
+        r"^no GGUF file of the family mixtral has layers as those of mixtral: use layers that the family has$"
+    )
+    for other in (MIXTRAL.varied(qk_norm="head"), MIXTRAL.varied(norm="layer")):
+        with pytest.raises(BadInput, match=said):
+            write_random_model(other, tmp_path / "model.gguf")
     with pytest.raises(
         BadInput, match="GGUF files with a rotation scaled by yarn, truncate=True are not written"
     ):

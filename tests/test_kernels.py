@@ -140,6 +140,24 @@ class Narrow(Kernel):
         return lambda attended_TX, residual_TD: residual_TD[:, :-1]
 
 
+class Mistaken(Narrow):
+    """Reads weights by the name that Hugging Face gives them."""
+
+    name = "mistaken"
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        return weights["o_proj"]  # type: ignore[no-any-return]  # as an author may guess
+
+
+class Forgetful(Narrow):
+    """Binds to nothing."""
+
+    name = "forgetful"
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        return None  # type: ignore[return-value]  # as an author may forget
+
+
 class Foreign(Narrow):
     """A product that gives an array of numpy."""
 
@@ -252,7 +270,18 @@ def test_a_kernel_that_breaks_a_promise_is_found_out(kernel: type, said: str) ->
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
-        (Raising, r"kernel raising \(expert of .*\): its call raised ZeroDivisionError: division by zero"),
+        (
+            Raising,
+            r"kernel raising \(expert of .*\): its call raised ZeroDivisionError: division by zero; .*",
+        ),
+        (
+            Mistaken,
+            r"kernel mistaken \(.*\): bind raised KeyError: 'o_proj'; its weights are o \(D, X\); of some .*",
+        ),
+        (
+            Forgetful,
+            r"kernel forgetful \(.*\): bind returned None: return a function \(attended_TX, residual_TD\) -> hidden_TD",
+        ),
         (
             Silent,
             r"kernel silent \(expert of .*\): refusal returned None: return a text, empty if it takes it",
@@ -323,7 +352,14 @@ def test_operations_that_need_a_cache_are_not_checked_alone() -> None:
 def test_the_page_names_every_operation_as_the_table_has_it() -> None:
     page = (OWN.parent.parent / "docs" / "kernels.md").read_text(encoding="utf-8")
     for operation in OPERATIONS.values():
-        assert f"| `{operation.name}` | {operation.summary} | {operation.call} |" in page
+        weights = operation.weights or "none"
+        assert f"| `{operation.name}` | {operation.summary} | {operation.call} | {weights} |" in page
+
+
+def test_operations_name_the_weights_that_their_kernels_get() -> None:
+    for name, make in samples.MAKERS.items():
+        for tensor in make(SMALL, torch.float32, 1, samples.Cut(1)).weights:
+            assert re.search(rf"\b{tensor}\b", OPERATIONS[name].weights), f"{name}: {tensor}"
 
 
 def test_every_operation_has_a_kernel_that_takes_it_or_parts_that_do() -> None:

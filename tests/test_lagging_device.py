@@ -83,11 +83,6 @@ def wanted(models: dict[int, Models]) -> Callable[[int, Case], Ended]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(folder: Path) -> Checkpoint:
-    return stored(MIXTRAL, folder)
-
-
-@pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> Generated:
     device = TorchDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, kernel="torch")
     return generated(device, "resident")

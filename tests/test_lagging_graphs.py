@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,6 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.lagging.segments import POISON
 
 MB = 1 << 20
-
-
-@pytest.fixture(params=range(2))
-def gpu(request: pytest.FixtureRequest) -> Iterator[LaggingGpu]:
-    with LaggingGpu(seed=request.param) as gpu, gpu.streams.on(gpu.streams.new_stream()):
-        yield gpu
 
 
 def module() -> Any:

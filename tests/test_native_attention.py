@@ -25,6 +25,8 @@ BLOCK = 16
 TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 TYPES = [torch.float32, torch.bfloat16]
 LENGTHS = (1, 15, 16, 17, 32, 33, 255, 256, 257, 300)
+SIZES = [(8, 2, 128), (4, 4, 32), (12, 1, 64), (9, 3, 80), (16, 2, 20), (5, 1, 33), (2, 1, 1)]
+"""Numbers of heads and of key-value heads, and the size of a head."""
 
 
 @pytest.fixture
@@ -113,20 +115,23 @@ def assert_right(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"),
-    [(8, 2, 128), (4, 4, 32), (12, 1, 64), (9, 3, 80), (16, 2, 20), (5, 1, 33), (2, 1, 1)],
+    ("lengths", "heads", "kv_heads", "size", "window"),
+    [
+        *((LENGTHS, *sizes, None) for sizes in SIZES),
+        *(([1, 99, 100, 101, 400], 4, 2, 24, window) for window in (1, 16, 100, 257)),
+        ([9000], 4, 1, 16, None),
+    ],
 )
-def test_attention_is_right(
-    kernels: NativeKernels, heads: int, kv_heads: int, size: int, dtype: torch.dtype
+def test_attention_is_right_for_any_sizes_windows_and_lengths(
+    kernels: NativeKernels,
+    lengths: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    size: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
-    step = random_step(LENGTHS, heads, kv_heads, size, dtype)
-    assert_right(attend(kernels, step), exact(step))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("window", [1, 16, 100, 257])
-def test_a_window_hides_earlier_tokens(kernels: NativeKernels, window: int, dtype: torch.dtype) -> None:
-    step = random_step([1, 99, 100, 101, 400], 4, 2, 24, dtype)
+    step = random_step(lengths, heads, kv_heads, size, dtype)
     assert_right(attend(kernels, step, window), exact(step, window))
 
 
@@ -140,12 +145,6 @@ def test_a_sink_takes_its_share_of_the_weights(
     found = attend(kernels, step, window, sinks_H=sinks_H)
     assert_right(found, exact(step, window, sinks_H))
     assert not found.equal(attend(kernels, step, window))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_long_contexts_are_right(kernels: NativeKernels, dtype: torch.dtype) -> None:
-    step = random_step([9000], 4, 1, 16, dtype)
-    assert_right(attend(kernels, step), exact(step))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

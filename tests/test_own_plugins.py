@@ -37,6 +37,16 @@ def own_transport() -> Any:
     return plugins.find("transports", "own_transport:ThreadTransport")
 
 
+def found_out(device: Any, match: str) -> None:
+    with pytest.raises(AssertionError, match=match):
+        check_device(device, ONE_MEMORY, ["resident"])
+
+
+def transport_found_out(kind: Any, match: str) -> None:
+    with pytest.raises(AssertionError, match=match):
+        check_transport(lambda ranks: [kind(ranks)] * ranks)
+
+
 def test_a_device_of_ones_own_gives_the_tokens_of_the_torch_device() -> None:
     check_device(own_device(), ONE_MEMORY)
 
@@ -48,8 +58,7 @@ def test_a_device_whose_tokens_depend_on_the_batch_before_is_found_out() -> None
             super().begin(plan, prompts, sampling)
             self._cache.update(cache)
 
-    with pytest.raises(AssertionError, match="depend on the batch before"):
-        check_device(Forgetless, ONE_MEMORY, ["resident"])
+    found_out(Forgetless, "depend on the batch before")
 
 
 def test_a_device_that_loses_a_row_is_found_out() -> None:
@@ -58,8 +67,7 @@ def test_a_device_that_loses_a_row_is_found_out() -> None:
             value = super().execute(task)
             return dict(list(value.items())[1:]) if task.verb == "post_attention" else value
 
-    with pytest.raises(AssertionError, match=r"gives \d+ rows to \d+ tokens"):
-        check_device(Careless, ONE_MEMORY, ["resident"])
+    found_out(Careless, r"gives \d+ rows to \d+ tokens")
 
 
 @pytest.mark.parametrize("temperature", [0, 2])
@@ -73,8 +81,7 @@ def test_a_device_that_makes_tokens_up_is_found_out(temperature: int) -> None:
             value = super().execute(task)
             return [3] * len(value) if task.verb == "sample" and self.invents else value
 
-    with pytest.raises(AssertionError, match=r"and those of (the device )?torch"):
-        check_device(Inventive, ONE_MEMORY, ["resident"])
+    found_out(Inventive, r"and those of (the device )?torch")
 
 
 def test_a_device_that_confuses_requests_as_they_join_is_found_out() -> None:
@@ -89,8 +96,7 @@ def test_a_device_that_confuses_requests_as_they_join_is_found_out() -> None:
             value = super().execute(task)
             return [(token + 1) % 60 for token in value] if task.verb == "sample" and self.served else value
 
-    with pytest.raises(AssertionError, match="of requests that join and leave"):
-        check_device(Confused, ONE_MEMORY, ["resident"])
+    found_out(Confused, "of requests that join and leave")
 
 
 def test_a_device_that_takes_a_negative_token_is_found_out() -> None:
@@ -98,8 +104,7 @@ def test_a_device_that_takes_a_negative_token_is_found_out() -> None:
         def begin(self, plan: Any, prompts: Any, sampling: Any) -> None:
             super().begin(plan, [[abs(token) for token in prompt] for prompt in prompts], sampling)
 
-    with pytest.raises(AssertionError, match="takes the token id -1"):
-        check_device(Wrapping, ONE_MEMORY, ["resident"])
+    found_out(Wrapping, "takes the token id -1")
 
 
 def test_a_transport_of_ones_own_passes() -> None:
@@ -141,8 +146,7 @@ def test_a_transport_that_hands_out_one_array_to_all_is_found_out() -> None:
                 exchange.ticket, super().all_reduce(rank, exchange, np.array(part))
             )
 
-    with pytest.raises(AssertionError, match="not the sum in the order of ranks"):
-        check_transport(lambda ranks: [Shared(ranks)] * ranks)
+    transport_found_out(Shared, "not the sum in the order of ranks")
 
 
 def test_a_transport_that_adds_parts_once_their_owners_have_left_is_found_out() -> None:
@@ -158,8 +162,7 @@ def test_a_transport_that_adds_parts_once_their_owners_have_left_is_found_out() 
                 self._lock.wait_for(lambda: not rank or (self.parts[0] == -1).all(), 0.2)
             return total if not rank else reduce(add, [self.parts[each] for each in range(self._ranks)])
 
-    with pytest.raises(AssertionError, match="not the sum"):
-        check_transport(lambda ranks: [Late(ranks)] * ranks)
+    transport_found_out(Late, "not the sum")
 
 
 def test_a_transport_that_hands_out_the_roots_own_array_is_found_out() -> None:
@@ -168,8 +171,7 @@ def test_a_transport_that_hands_out_the_roots_own_array_is_found_out() -> None:
             found = super().broadcast(rank, exchange, array, root)
             return array if rank == root else found
 
-    with pytest.raises(AssertionError, match="a result is the root's own array"):
-        check_transport(lambda ranks: [Lends(ranks)] * ranks)
+    transport_found_out(Lends, "a result is the root's own array")
 
 
 def test_a_transport_that_changes_the_type_of_parts_is_found_out() -> None:
@@ -177,8 +179,7 @@ def test_a_transport_that_changes_the_type_of_parts_is_found_out() -> None:
         def gather(self, rank: int, exchange: Exchange, part: Any, root: int) -> Any:
             return super().gather(rank, exchange, np.float64(part), root)
 
-    with pytest.raises(AssertionError, match="not all the parts"):
-        check_transport(lambda ranks: [Widens(ranks)] * ranks)
+    transport_found_out(Widens, "not all the parts")
 
 
 def test_a_transport_that_compares_no_signatures_of_broadcasts_is_found_out() -> None:
@@ -186,5 +187,4 @@ def test_a_transport_that_compares_no_signatures_of_broadcasts_is_found_out() ->
         def broadcast(self, rank: int, exchange: Exchange, array: Any, root: int) -> Any:
             return super().broadcast(rank, exchange._replace(signature=""), array, root)
 
-    with pytest.raises(AssertionError, match="ranks that disagree go on"):
-        check_transport(lambda ranks: [Trusts(ranks)] * ranks)
+    transport_found_out(Trusts, "ranks that disagree go on")

@@ -34,7 +34,7 @@ def start(peer: Peer, *arguments: str) -> Worker:
 
 @pytest.fixture
 def field() -> Iterator[Field]:
-    with Field([FAKE], start=start) as opened:
+    with Field([FAKE], patience=0, start=start) as opened:
         yield opened
 
 
@@ -54,7 +54,7 @@ def test_whoever_fails_leaves_a_reason_and_the_others_go_on(field: Field) -> Non
 
 
 def test_a_peer_that_does_not_load_is_left_out_with_the_reason() -> None:
-    with Field([FAKE], "unloadable", start=start) as field:
+    with Field([FAKE], "unloadable", patience=0, start=start) as field:
         assert field.contestants() == []
         assert field.about == {"fake": {"failed": "ended with 1: OSError: no such model"}}
 

@@ -126,28 +126,19 @@ def test_a_node_is_lost_once_process_and_connection_ended(rig: Rig) -> None:
     assert rig.heard == [FAILED]
 
 
-def test_a_node_that_comes_back_with_the_end_of_its_connection_is_no_second_one(rig: Rig) -> None:
+@pytest.mark.parametrize("ended_first", [True, False])
+def test_a_node_that_comes_back_before_or_after_its_connection_ends_is_no_second_one(
+    rig: Rig, ended_first: bool
+) -> None:
     rig.process.code = -9
-    rig.link.close()
-    back = link_to(rig.seated)
-    with closing(back), ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(back.join, JOIN, PATIENCE_SECONDS)
-        assert [*rig.roster.hear(PATIENCE_SECONDS)] == []
-        with pytest.raises(Lost):
-            rig.roster.look_after()
-        rig.roster.members = []
-        rig.look_until(joining.done)
-        joining.result()
-    assert rig.node.lost is None
-
-
-def test_a_node_that_comes_back_before_the_end_of_its_connection_is_seen_is_no_second_one(rig: Rig) -> None:
-    rig.process.code = -9
-    back = link_to(rig.seated)
-    with closing(back), ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(back.join, JOIN, PATIENCE_SECONDS)
-        assert [*rig.roster.hear(PATIENCE_SECONDS)] == []
+    if ended_first:
         rig.link.close()
+    back = link_to(rig.seated)
+    with closing(back), ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(back.join, JOIN, PATIENCE_SECONDS)
+        assert [*rig.roster.hear(PATIENCE_SECONDS)] == []
+        if not ended_first:
+            rig.link.close()
         with pytest.raises(Lost):
             rig.look_until(lambda: False)
         rig.roster.members = []

@@ -59,7 +59,7 @@ class Noted(Spread):
         return experts
 
 
-@pytest.mark.parametrize("policy", ["expert_cache", "lru_offload"])
+@pytest.mark.parametrize("policy", ["expert_cache", "lru_offload", "resident"])
 def test_every_token_of_every_request_is_routed_once_in_each_layer(policy: str) -> None:
     chosen, capacity, choices = make_policy(policy), Capacity(2, 3, 6 * 16, 24, 32), Noted()
     plan = plan_run(load_machine("t4"), weight_layout(SMALL), capacity.fullest(), chosen)
@@ -71,18 +71,19 @@ def test_every_token_of_every_request_is_routed_once_in_each_layer(policy: str) 
         assert sorted(choices.asked[layer]) == routed
 
 
-def test_uneven_experts_are_faster_to_serve_from_a_small_cache() -> None:
+@pytest.mark.parametrize(("policy", "budgets"), [("expert_cache", {"gpu": "900MB"}), ("resident", None)])
+def test_uneven_experts_are_faster_to_serve(policy: str, budgets: dict[str, str] | None) -> None:
     def rate(routing: str) -> float:
         report = moesched.simulate_arrivals(
             "mixtral-0.8b",
             machine="t4",
-            policy="expert_cache",
+            policy=policy,
             workload="uniform",
             arrivals="poisson:1000",
             requests=4,
             gen=4,
             batch_size=2,
-            budgets={"gpu": "900MB"},
+            budgets=budgets,
             routing=routing,
             routing_settings={"exponent": 3} if routing == "zipf" else None,
         )

@@ -258,7 +258,7 @@ async def test_the_model_is_listed(server: Server) -> None:
 
 PLAIN = "/v1/completions"
 BAD: Sequence[tuple[str, Any, str | None, str]] = [
-    (PLAIN, {"prompt": "a"}, "model", "model is missing: give it"),
+    (PLAIN, {"prompt": "a"}, "model", "model is missing: ask for fake"),
     (PLAIN, {"model": "fake"}, "prompt", "prompt is missing: give it"),
     (PLAIN, {"model": "fake", "promt": "a"}, "promt", "did you mean prompt?"),
     (PLAIN, {"model": "fake", "prompt": 5}, "prompt", "prompt is 5: expected"),

@@ -126,7 +126,7 @@ async def test_the_engine_is_told_at_once_that_a_client_left(stream: bool, serve
     server.engine.held = True
     client = Client({"model": "fake", "messages": HELLO, "n": 2, "stream": stream})
     asking = asyncio.ensure_future(client.ask(server))
-    while len(server.engine.asked) < 2:
+    while len(server.engine.asked) < 2 and not asking.done():
         await asyncio.sleep(0)
     client.left.set()
     await asking

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from fronts import SAYS, TINY, tiny_tokenizer
+from fronts import SAYS, TINY, front, tiny_tokenizer
 from moesched.errors import BadInput, MoeschedError
 from moesched.server.errors import ApiError
 from moesched.server.link import EngineLink
@@ -236,6 +236,24 @@ async def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400")
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://localhost:8000/v1/models", b"200"),
+        (b"HTTP://localhost/v1/models/fake?a=b", b"200"),
+        (b"http://localhost", b"200"),
+        (b"http://example.org/v1/models", b"403"),
+        (b"ftp://localhost/v1/models", b"404"),
+    ],
+)
+async def test_a_target_may_be_a_url_whose_host_counts(target: bytes, status: bytes) -> None:
+    async with front() as server, connected(application=server.front.app) as (connect, _):
+        reader, writer = await connect()
+        writer.write(b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % target)
+        assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
         writer.close()
 
 

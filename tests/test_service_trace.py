@@ -81,9 +81,15 @@ def test_a_long_run_leaves_its_last_steps_and_what_was_answered_in_them(tmp_path
     setup = ServingSetup(plan, policy, CAPACITY, arrivals, listener=spans, keeps_history=False)
     serving = simulate_serving(setup, recorder=recorder)
     ran = RunNames("small", "t4", "cgopipe", "bfloat16", measured=False)
-    write_service_trace(tmp_path / "trace.json", recorder, spans.ended, ran, CAPACITY, plan)
+    rate = spans.tokens_per_second
+    write_service_trace(tmp_path / "trace.json", recorder, spans.ended, ran, CAPACITY, plan, rate)
     assert check_trace(tmp_path / "trace.json") == []
-    recording = read_trace(tmp_path / "trace.json").recording
+    recording, about = read_trace(tmp_path / "trace.json")
+    assert (
+        about.tokens_per_second
+        == rate
+        == sum(span.tokens for span in spans.ended) / (spans.ended[-1].ended - serving.loaded) * 1e9
+    )
     last = serving.steps - 1
     assert {each.step for each in recording.slices} == {last - 2, last - 1, last}
     assert len(spans.ended) == 5

@@ -61,6 +61,7 @@ ABOUT = About(
     clocks={"0": Clock(ahead=1, error=1)},
     roofs={"gpu": Roof(flops=1e12, bandwidth=1e9)},
     costs_measured=True,
+    tokens_per_second=8.0,
 )
 
 

@@ -127,6 +127,17 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
 }
 
 
+def refused(ranks: Sequence[Any], call: Callable[[Any, int], Any], said: str) -> None:
+    """Call all ranks at once; each of them is refused."""
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(call, one, rank) for rank, one in enumerate(ranks)]
+    for each in calls:
+        with pytest.raises(TransportError, match=said):
+            each.result()
+    for transport in dict.fromkeys(ranks):
+        asyncio.run(transport.aclose())
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_keeps_what_transports_promise(name: str, tmp_path: Path) -> None:
     check_transport(MAKERS[name](tmp_path))
@@ -156,14 +167,7 @@ def test_it_keeps_what_transports_promise(name: str, tmp_path: Path) -> None:
     ids=["arrays", "layers", "roots", "operations"],
 )
 def test_all_ranks_are_told_on_what_they_disagree(name: str, call: Any, said: str, tmp_path: Path) -> None:
-    ranks = MAKERS[name](tmp_path)(2)
-    with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(call, one, rank) for rank, one in enumerate(ranks)]
-    for each in calls:
-        with pytest.raises(TransportError, match=said):
-            each.result()
-    for transport in dict.fromkeys(ranks):
-        asyncio.run(transport.aclose())
+    refused(MAKERS[name](tmp_path)(2), call, said)
 
 
 def test_a_thread_that_asks_for_a_root_that_is_not_there_is_refused() -> None:
@@ -174,15 +178,7 @@ def test_a_thread_that_asks_for_a_root_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize("name", ["inproc", "zeromq over ipc", "gloo", "mx"])
 def test_all_ranks_are_told_that_a_root_has_nothing_to_send(name: str, tmp_path: Path) -> None:
     ranks = MAKERS[name](tmp_path)(2)
-    with ThreadPoolExecutor(2) as pool:
-        nothing = [
-            pool.submit(one.broadcast, rank, Exchange(0, "sent"), None, 0) for rank, one in enumerate(ranks)
-        ]
-    for each in nothing:
-        with pytest.raises(TransportError, match="nothing to send"):
-            each.result()
-    for transport in dict.fromkeys(ranks):
-        asyncio.run(transport.aclose())
+    refused(ranks, lambda one, rank: one.broadcast(rank, Exchange(0, "sent"), None, 0), "nothing to send")
 
 
 @pytest.mark.parametrize("name", ["inproc", "zeromq", "torch_distributed", "mx_distributed"])

@@ -37,6 +37,8 @@ LOGGED = {
 }
 DEVICES = tuple(LOGGED)
 POLICIES = ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
+NODES = (2, 3, 4)
+NEW_TOKENS = 16
 
 
 def claims(result: Result) -> Iterator[Claim]:
@@ -53,8 +55,6 @@ BENCHMARK = Benchmark(
     by_machine=False,
     rounds_help="run every case this often; all runs must agree",
 )
-BENCHMARK.parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
-BENCHMARK.parser.add_argument("--new-tokens", type=int, default=16, metavar="N")
 
 MIXTRAL = SHAPES["mixtral-0.8b"].varied(
     name="mixtral", layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
@@ -90,10 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_random_model(config, model, dtype="float32")
             for device in DEVICES:
                 chosen = [policy for policy in POLICIES if f"{device}, {policy}" in options.only]
-                cases = [*product(options.nodes, chosen, (True, False))] * options.rounds
-                reference = one_process(model, device, options.new_tokens) if cases else NO_REFERENCE
+                cases = [*product(NODES, chosen, (True, False))] * options.rounds
+                reference = one_process(model, device) if cases else NO_REFERENCE
                 for case in track(cases, f"{config.name}, {device}"):
-                    rows.append(run_case(server, model, config, device, reference, options.new_tokens, *case))
+                    rows.append(run_case(server, model, config, device, reference, *case))
     wrong = [row for row in rows if not (row["tokens_equal"] and row["logits_equal"])]
     return BENCHMARK.write(
         {
@@ -106,14 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def one_process(model: Path, device: str, new_tokens: int) -> Reference:
+def one_process(model: Path, device: str) -> Reference:
     """Tokens of one process, up to where its logits leave no doubt."""
     with TemporaryDirectory() as folder:
         report = moesched.run_model(
             model,
             PROMPTS,
             policy="resident",
-            max_new_tokens=new_tokens,
+            max_new_tokens=NEW_TOKENS,
             batch_size=len(PROMPTS),
             micro_batch_size=len(PROMPTS),
             device=LOGGED[device],
@@ -121,7 +121,7 @@ def one_process(model: Path, device: str, new_tokens: int) -> Reference:
         )
         logits = np.load(Path(folder) / "0.npy")
     top = np.sort(logits, axis=-1)[:, -2:]
-    clear = (top[:, 1] - top[:, 0] > GAP).reshape(new_tokens, len(PROMPTS))
+    clear = (top[:, 1] - top[:, 0] > GAP).reshape(NEW_TOKENS, len(PROMPTS))
     compared = [int(np.cumprod(clear[:, request]).sum()) for request in range(len(PROMPTS))]
     return Reference(report.tokens or [], compared)
 
@@ -132,7 +132,6 @@ def run_case(
     config: ModelConfig,
     device: str,
     reference: Reference,
-    new_tokens: int,
     nodes: int,
     policy: str,
     decentralised: bool,
@@ -149,7 +148,7 @@ def run_case(
             start=server,
             policy=policy,
             settings=settings,
-            max_new_tokens=new_tokens,
+            max_new_tokens=NEW_TOKENS,
             device=LOGGED[device],
             device_settings={"folder": folder},
         )

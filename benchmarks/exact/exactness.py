@@ -62,6 +62,8 @@ Tensor = torch.Tensor
 TINY = ROOT / "examples" / "tiny-mixtral"
 NEW_TOKENS = 16
 MICRO_BATCH = 3
+ADVERSARIES = 20
+"""Seeds of the policy `adversarial`."""
 BEAM_WIDTHS = (4, 8, 12, 16)
 LENGTH_PENALTIES = (1.0, 0.0, 2.0)
 BEAM_MODELS = 6  # of each family
@@ -105,7 +107,6 @@ BENCHMARK = Benchmark(
     rounds_help="random models of each family",
     by_machine=False,
 )
-BENCHMARK.parser.add_argument("--seeds", type=int, default=20, help="seeds of the adversary")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs = [compare(directory) for directory in track(directories, "against Hugging Face")]
         beams = compare_beams(directories[1:])
         torch.set_num_threads(threads)
-    policies = compare_policies(options.seeds)
+    policies = compare_policies()
     figures: dict[str, Any] = {
         "seconds": round(time.perf_counter() - started, 1),
         "models": f"tiny-mixtral, and {options.rounds} random models of each family: {', '.join(options.only)}",
@@ -310,9 +311,9 @@ def compare_beams(directories: Sequence[Path]) -> dict[str, Any]:
 # ---------------------------------------------------------------- from policy to policy
 
 
-def compare_policies(seeds: int) -> dict[str, Any]:
+def compare_policies() -> dict[str, Any]:
     """Models of odd sizes under every policy in every way, beside `resident` on one memory."""
-    adversary = [("adversarial", {"seed": seed}) for seed in range(2, seeds)]
+    adversary = [("adversarial", {"seed": seed}) for seed in range(2, ADVERSARIES)]
     runs = [*all_runs(), *SCHEDULES._replace(policies=adversary).whole()]
     differing = []
     with tempfile.TemporaryDirectory() as folder:

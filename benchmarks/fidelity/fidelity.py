@@ -6,9 +6,8 @@ done again, up to twice as many. Settings `disk-...` run on this machine, weight
 uses a calibration made in turn with the runs, since a shared machine's speed drifts by more than a prediction may be
 off. It sees neither models nor policies nor budgets. With coded weights, and for families at published widths, the
 simulation takes the choices of experts from a run: single sequences of a random model choose the same ones again and
-again. Settings `emulated-...` run on the emulated
-accelerator, a T4 with lower rates; their durations are those of the cost model that the simulation uses: they test
-schedules, not costs.
+again. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates; their durations are those of the
+cost model that the simulation uses: they test schedules, not costs.
 
 Three things come of it:
 
@@ -179,13 +178,12 @@ BENCHMARK = Benchmark(
     keeps_parts=True,
     replaces=("prediction",),
 )
-BENCHMARK.parser.add_argument("--policies", nargs="+", metavar="NAME", help="policies to compare")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the settings; each joins those of earlier runs in the result at once."""
     options = BENCHMARK.parse(arguments)
-    policies = options.policies or [name for name in plugins.names("policies") if name not in LEFT_OUT]
+    policies = [name for name in plugins.names("policies") if name not in LEFT_OUT]
     settings: dict[str, Any] = BENCHMARK.stored().get("settings", {})
     cache_folder().mkdir(parents=True, exist_ok=True)
     try:

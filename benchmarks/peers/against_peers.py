@@ -31,7 +31,7 @@ from benchmarks.peers.environment import Peer, peers_folder
 from benchmarks.peers.memory_cap import NoCap, drop_from_page_cache, memory_cap
 from benchmarks.peers.protocol import PeerFailed, Worker
 from benchmarks.peers.registry import CAPPED, OURS, OURS_ON_DISK, PAGE_CACHE, RESIDENT
-from benchmarks.peers.rounds import Field, add_patience
+from benchmarks.peers.rounds import Field
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.shared.kept_models import kept_model
 from benchmarks.shared.reading import warm
@@ -41,6 +41,7 @@ from moesched.models.tensors import count_weights
 from moesched.system.cache import cache_folder
 
 MODEL = "mixtral-0.8b"
+MODEL_FOLDER = cache_folder() / MODEL
 LIBRARY_BYTES = 450_000_000
 
 Options = argparse.Namespace
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write the JSON after each part."""
     options = BENCHMARK.parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # processes and caps end, too
-    kept_model(MODEL, options.model)
+    kept_model(MODEL)
     found = {part: figures for part, figures in BENCHMARK.stored().items() if part in PARTS}
     for part in options.only:
         progress.print(f"[bold]{part}[/bold]")
@@ -70,30 +71,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def part_resident(options: Options) -> dict[str, Any]:
     """All weights in memory."""
-    with Field(named(RESIDENT, options), str(options.model), patience=options.patience) as field:
+    with Field(named(RESIDENT, options), str(MODEL_FOLDER)) as field:
         return compared(field, comparison.RESIDENT, options)
 
 
 def part_first_token(options: Options) -> dict[str, Any]:
     """Commands from start to end."""
-    warm(options.model)
-    found = first_token.compare(options.model, options.rounds, options.patience)
+    warm(MODEL_FOLDER)
+    found = first_token.compare(MODEL_FOLDER, options.rounds)
     progress.print(found)
     return {"commands": found}
 
 
 def part_page_cache(options: Options) -> dict[str, Any]:
     """Weights beyond the budget stream from the page cache."""
-    warm(options.model)
-    budget = budget_of(options.model)
-    arguments = str(options.model), str(budget)
-    with Field(named(PAGE_CACHE, options), *arguments, patience=options.patience) as field:
+    warm(MODEL_FOLDER)
+    budget = budget_of(MODEL_FOLDER)
+    arguments = str(MODEL_FOLDER), str(budget)
+    with Field(named(PAGE_CACHE, options), *arguments) as field:
         return {"budget_bytes": budget, **compared(field, comparison.STREAMED, options)}
 
 
 def part_capped(options: Options) -> dict[str, Any]:
     """The system takes care that nobody uses more memory, and files must come from the disk."""
-    budget = budget_of(options.model)
+    budget = budget_of(MODEL_FOLDER)
     limit, peers = budget + LIBRARY_BYTES, named(CAPPED, options)
     with ExitStack() as closing:
         try:
@@ -102,11 +103,11 @@ def part_capped(options: Options) -> dict[str, Any]:
             return {"failed": str(reason)}
 
         def start(peer: Peer, *arguments: str) -> Worker:
-            drop_from_page_cache([*options.model.glob("*.safetensors"), *peers_folder().glob("*/*.gguf")])
+            drop_from_page_cache([*MODEL_FOLDER.glob("*.safetensors"), *peers_folder().glob("*/*.gguf")])
             return peer.start(*arguments, within=caps[peer.name].wrapped)
 
-        arguments = str(options.model), str(budget)
-        with Field(peers, *arguments, patience=options.patience, start=start) as field:
+        arguments = str(MODEL_FOLDER), str(budget)
+        with Field(peers, *arguments, start=start) as field:
             found = compared(field, comparison.CAPPED, options)
             found["caps"] = {name: cap.report() for name, cap in caps.items()}
         progress.print(found["caps"])
@@ -115,12 +116,12 @@ def part_capped(options: Options) -> dict[str, Any]:
 
 def part_disk(options: Options) -> dict[str, Any]:
     """Our steps against the disk."""
-    budget = budget_of(options.model)
-    with Field([OURS_ON_DISK], str(options.model), str(budget), patience=options.patience) as field:
+    budget = budget_of(MODEL_FOLDER)
+    with Field([OURS_ON_DISK], str(MODEL_FOLDER), str(budget)) as field:
         chosen = [case for case in disk.CASES if is_named(case.name, options.cases)]
         return {
             "budget_bytes": budget,
-            "cases": disk.against_disk(field, options.model, chosen, options.rounds),
+            "cases": disk.against_disk(field, MODEL_FOLDER, chosen, options.rounds),
         }
 
 
@@ -142,7 +143,6 @@ BENCHMARK = Benchmark(
     keeps_parts=True,
     replaces=("offload_disk",),
 )
-BENCHMARK.parser.add_argument("--model", type=Path, default=cache_folder() / MODEL, metavar="DIR")
 BENCHMARK.parser.add_argument(
     "--peers", nargs="+", metavar="NAME", help="only peers whose name contains one of these, beside ours"
 )
@@ -152,7 +152,6 @@ BENCHMARK.parser.add_argument(
     metavar="TEXT",
     help='only requests whose name contains one of these, such as "batch 1,"; the results of the others stay',
 )
-add_patience(BENCHMARK.parser)
 
 
 def named(peers: Sequence[Peer], options: Options) -> list[Peer]:
@@ -176,7 +175,7 @@ def compared(field: Field, cases: Sequence[comparison.Case], options: Options) -
     for name, about in field.about.items():
         progress.print(f"{name}: {about}", soft_wrap=True)
     chosen = [case for case in cases if is_named(case.name, options.cases)]
-    config = open_checkpoint(options.model).config
+    config = open_checkpoint(MODEL_FOLDER).config
     found: dict[str, Any] = {}
     result: dict[str, Any] = {"peers": field.about, "cases": found}
     try:

@@ -22,7 +22,7 @@ from benchmarks.peers.disk import against_disk
 from benchmarks.peers.environment import Peer
 from benchmarks.peers.protocol import Worker
 from benchmarks.peers.registry import LLAMA_CPP, OURS, OURS_ON_DISK
-from benchmarks.peers.rounds import Contestant, Field, Results, add_patience, turned
+from benchmarks.peers.rounds import Contestant, Field, Results, turned
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.claims import Claim, Result, at_least, at_most
 from benchmarks.shared.decoding import Model
@@ -68,7 +68,7 @@ def measured(name: str, options: argparse.Namespace) -> Result:
         return peer.start(str(paths[peer.name]))
 
     vocabulary = open_checkpoint(plain).config.vocabulary
-    with Field(peers, patience=options.patience, start=start) as field:
+    with Field(peers, start=start) as field:
         contestants, results = field.contestants(), Results()
         for number in range(options.rounds):
             for case in CASES:
@@ -81,7 +81,7 @@ def disk_steps(options: argparse.Namespace) -> Result:
     """Rounds of every policy with weights that come from the disk."""
     _, coded = models(DISK_FORMAT)
     budget = int(BUDGET_SHARE * Model.opened(coded).weight_bytes)
-    with Field([OURS_ON_DISK], str(coded), str(budget), patience=options.patience) as field:
+    with Field([OURS_ON_DISK], str(coded), str(budget)) as field:
         cases = against_disk(field, coded, [DISK_CASE], options.rounds)
         return {"peers": field.about, "rounds": options.rounds, "budget_bytes": budget, "cases": cases}
 
@@ -155,7 +155,6 @@ BENCHMARK = Benchmark(
 BENCHMARK.parser.add_argument(
     "--alone", action="store_true", help="ours alone, by coded weights and by bfloat16"
 )
-add_patience(BENCHMARK.parser)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from benchmarks.peers.bars import best
 from benchmarks.peers.comparison import Case, compare, ratios
 from benchmarks.peers.protocol import PeerFailed
 from benchmarks.peers.registry import HUGGING_FACE, OURS
-from benchmarks.peers.rounds import Field, add_patience
+from benchmarks.peers.rounds import Field
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.claims import Claim, Result, at_least
 from benchmarks.shared.kept_models import kept_model
@@ -57,7 +57,7 @@ def measured(name: str, options: argparse.Namespace) -> Result:
     path = written(name)
     config = open_checkpoint(path).config
     cases: dict[str, Any] = {}
-    with Field((OURS, HUGGING_FACE), str(path), patience=options.patience) as field:
+    with Field((OURS, HUGGING_FACE), str(path)) as field:
         for case, figures in compare(field, OURS.name, config, CASES, options.rounds):
             cases[case] = {**figures, "ratios": ratios(figures, OURS.name)}
             progress.print(case, cases[case]["ratios"], cases[case]["failed"], soft_wrap=True)
@@ -102,7 +102,6 @@ BENCHMARK = Benchmark(
     rounds_help="rounds of every request",
     keeps_parts=True,
 )
-add_patience(BENCHMARK.parser)
 
 
 if __name__ == "__main__":

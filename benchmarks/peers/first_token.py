@@ -22,7 +22,7 @@ PROMPT = [7 * number + 1 for number in range(128)]
 SECONDS = 120
 
 
-def compare(model: Path, rounds: int, patience: float) -> dict[str, Any]:
+def compare(model: Path, rounds: int) -> dict[str, Any]:
     """Seconds of everybody's command, in turn; the first round only warms up."""
     commands: dict[str, Callable[[], Sequence[str]]] = {
         OURS.name: lambda: our_command(model),
@@ -34,7 +34,7 @@ def compare(model: Path, rounds: int, patience: float) -> dict[str, Any]:
     for number in range(rounds + 1):
         for name, command in made.items():
             if command and "failed" not in rows[name]:
-                wait_for_quiet(patience)
+                wait_for_quiet()
                 run = timed(command, rows[name])
                 runs[name] += [run] * (number > 0)
     for name, each in runs.items():

@@ -23,7 +23,7 @@ from benchmarks.peers.against_peers import MODEL, budget_of
 from benchmarks.peers.comparison import Case, equal_tokens, seconds_of
 from benchmarks.peers.environment import Peer
 from benchmarks.peers.registry import OURS, ours
-from benchmarks.peers.rounds import Field, add_patience, turned
+from benchmarks.peers.rounds import Field, turned
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most, none_of
 from benchmarks.shared.kept_models import kept_model
@@ -75,18 +75,16 @@ BENCHMARK = Benchmark(
     __file__, __doc__, claims=claims, parts=PARTS, rounds=25, rounds_help="rounds of every request"
 )
 BENCHMARK.parser.add_argument("before", nargs="?", default="HEAD", help="the older commit (default: HEAD)")
-add_patience(BENCHMARK.parser)
 
 
 class Jobs:
     """Both trees' answers to the requests of a part."""
 
-    def __init__(self, name: str, model: Path, tree: Path, patience: float) -> None:
+    def __init__(self, name: str, model: Path, tree: Path) -> None:
         self._name, part = name, PARTS[name]
         older = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
         self._peers = [part.peer, part.peer._replace(name=BEFORE, environment=older)]
         self._arguments = [str(model), *([str(budget_of(model))] if part.limited else [])]
-        self._patience = patience
         vocabulary = open_checkpoint(model).config.vocabulary
         self._requests = {case: case.request(vocabulary) for case in part.cases}
         self.pairs: dict[str, list[Pairs]] = defaultdict(list)
@@ -95,7 +93,7 @@ class Jobs:
     def start(self, rounds: range) -> None:
         """Run some rounds with new processes, which have run each request once before."""
         pairs: dict[str, Pairs] = defaultdict(list)
-        with Field(self._peers, *self._arguments, patience=self._patience) as field:
+        with Field(self._peers, *self._arguments) as field:
             for number in [rounds.start, *rounds]:
                 for case in self._requests:
                     self._round(case, field, number, pairs)
@@ -123,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: dict[str, Any] = {}
     different: set[str] = set()
     with checkout(options.before) as tree:
-        jobs = [Jobs(part, model, tree, options.patience) for part in options.only]
+        jobs = [Jobs(part, model, tree) for part in options.only]
         turns = [(each, rounds) for rounds in starts_of(options.rounds) for each in jobs]
         for each, rounds in track(turns, "measuring", still=True):
             each.start(rounds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from moesched.calibration.other_load import OtherLoad
 
 QUIET_CORES = 0.1
 QUIET_SECONDS = 0.2
+PATIENCE_SECONDS = 10.0
 
 
 class Contestant(NamedTuple):
@@ -49,7 +49,7 @@ class Field:
         self,
         peers: Sequence[Peer],
         *arguments: str,
-        patience: float = 0.0,
+        patience: float = PATIENCE_SECONDS,
         start: Callable[..., Worker] = Peer.start,
     ) -> None:
         self.about: dict[str, Message] = {}
@@ -134,18 +134,7 @@ class Results:
         return [] if key in self.failed else self._answers[key]
 
 
-def add_patience(parser: ArgumentParser) -> None:
-    """Add the option of the seconds to wait for other processes to pause."""
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="wait this long, at most, for other processes to pause before each request (default: 10)",
-    )
-
-
-def wait_for_quiet(patience: float) -> None:
+def wait_for_quiet(patience: float = PATIENCE_SECONDS) -> None:
     """Return when nothing else runs on this machine for a moment, or after `patience` seconds."""
     until = perf_counter() + patience
     while perf_counter() < until:

@@ -1,7 +1,7 @@
 """Damaged files, messages and frames: each is accepted or refused with one line, within 2 s and 500 MB.
 
 Each parser gets its damaged files in a process of its own, `--rounds` of them; then each command that reads such files
-gets `--commands`. The result is written after each. With `--atheris SECONDS`, parsers are fuzzed by coverage instead
+gets 200. The result is written after each. With `--atheris SECONDS`, parsers are fuzzed by coverage instead
 (pip install 'moesched[fuzz]').
 """
 
@@ -27,6 +27,9 @@ from parsers import PARSERS, Bench
 MOST_SECONDS = 2.0
 MOST_BYTES = 500_000_000
 HANG_SECONDS = 20
+FILES_OF_A_COMMAND = 200
+SECONDS_OF_ALL = 3600.0
+"""Most seconds for all damaged files of a parser or a command."""
 LONGEST = 120.0
 """Seconds that a process may take beyond those of its files."""
 SHOWN_PROBLEMS = 20
@@ -52,8 +55,6 @@ BENCHMARK = Benchmark(
     rounds_help="damaged files of each parser",
     keeps_parts=True,
 )
-BENCHMARK.parser.add_argument("--commands", type=int, default=200, help="damaged files of each command")
-BENCHMARK.parser.add_argument("--seconds", type=float, default=3600.0, help="most seconds of each parser")
 BENCHMARK.parser.add_argument("--seed", type=int, default=0)
 BENCHMARK.parser.add_argument("--atheris", type=int, metavar="SECONDS", help="fuzz one parser by coverage")
 
@@ -65,13 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fuzz_by_coverage(options.only[0], options.atheris)
     result: dict[str, Any] = {kind: BENCHMARK.stored().get(kind, {}) for kind in ("parsers", "commands")}
     for name in options.only:
-        kind, count = ("parsers", options.rounds) if name in PARSERS else ("commands", options.commands)
+        kind, count = ("parsers", options.rounds) if name in PARSERS else ("commands", FILES_OF_A_COMMAND)
         with progress.status(f"{count:,} damaged files: {name}"):
             try:
                 # In a process of its own, whose peak memory is then its own, too.
-                found = in_fresh_process(
-                    fuzz, name, count, options.seed, options.seconds, seconds=options.seconds + LONGEST
-                )
+                found = in_fresh_process(fuzz, name, count, options.seed, seconds=SECONDS_OF_ALL + LONGEST)
             except RowFailed as error:
                 found = {"files": 0, "problems": 1, "first_problems": [str(error)]}
         progress.print(
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         BENCHMARK.write(result)
 
 
-def fuzz(name: str, count: int, seed: int, most_seconds: float) -> dict[str, Any]:
+def fuzz(name: str, count: int, seed: int) -> dict[str, Any]:
     """Damage the file of a parser or a command again and again; returns counts and problems."""
     tried = parsed if name in PARSERS else commanded
     problems: list[str] = []
@@ -94,7 +93,7 @@ def fuzz(name: str, count: int, seed: int, most_seconds: float) -> dict[str, Any
             if problem:
                 problems.append(f"{done}: {problem}")
             done += 1
-            if time.perf_counter() - began > most_seconds:
+            if time.perf_counter() - began > SECONDS_OF_ALL:
                 break
     return {
         "files": done,

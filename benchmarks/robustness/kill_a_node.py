@@ -1,8 +1,7 @@
 """A node is killed (kill -9) at a random step: does the run end in time, in the same tokens or an error that names it?
 
 Two to four processes on this machine, over ZeroMQ with CURVE, with every policy for several nodes; in some runs others
-hold what the killed one held, in some nobody does. Runs of other
-seeds or policies stay in the result file.
+hold what the killed one held, in some nobody does.
 """
 
 from __future__ import annotations

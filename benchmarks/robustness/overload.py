@@ -58,23 +58,16 @@ def claims(result: Result) -> Iterator[Claim]:
 
 
 BENCHMARK = Benchmark(__file__, __doc__, claims=claims, parts=("overload",))
-BENCHMARK.parser.add_argument(
-    "--seconds",
-    type=float,
-    default=SECONDS,
-    metavar="S",
-    help="length of the overload; shorter ones are for trying",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the server carries, send more, and write what became of it."""
-    options = BENCHMARK.parse(arguments)
+    BENCHMARK.parse(arguments)
     model = kept_model(MODEL)
     command = [sys.executable, "-m", "moesched", "serve", str(model), "--port", "0", "--context", "128"]
     command += ["--policy", "resident", "--batch-size", str(PLACES), "--queue", str(QUEUE)]
     with running(command) as server:
-        return BENCHMARK.write(asyncio.run(overloaded(server, options.seconds)))
+        return BENCHMARK.write(asyncio.run(overloaded(server)))
 
 
 class Outcome(NamedTuple):
@@ -93,14 +86,14 @@ class Outcome(NamedTuple):
     told: int = 0
 
 
-async def overloaded(server: Server, seconds: float) -> Result:
+async def overloaded(server: Server) -> Result:
     """Measure what a server carries, and what it does with ten times as many requests."""
     clients = Clients(server.port)
-    carried = await clients.carried(WARM_UP, seconds / 2)
+    carried = await clients.carried(WARM_UP, SECONDS / 2)
     for _ in range(PAGES):
         await page(server.port, "/health")
     before, used = memory_of(server.process), processor_seconds(server.process)
-    outcomes = await clients.arriving(TIMES * carried, seconds)
+    outcomes = await clients.arriving(TIMES * carried, SECONDS)
     used = processor_seconds(server.process) - used
     returned = await clients.returning([each for each in outcomes if each.status == "429"][-RETURNING:])
     after = memory_of(server.process)
@@ -111,7 +104,7 @@ async def overloaded(server: Server, seconds: float) -> Result:
     ttft = [each.ttft for each in outcomes if each.status == "200"]
     told = [each.told for each in outcomes if each.status == "429"]
     return {
-        "seconds": seconds,
+        "seconds": SECONDS,
         "carried": carried,
         "carried_meanwhile": rate_of([each.ended for each in outcomes if each.status == "200"]),
         "asked": len(outcomes),

@@ -1,6 +1,6 @@
 """An all-reduce of 24 KB (one token's partial sum of DBRX) between 2 processes, each pinned to a core, over loopback.
 
-Both processes hold every transport open and take them in turns, --exchanges at a time, so that what else the machine
+Both processes hold every transport open and take them in turns, EXCHANGES at a time, so that what else the machine
 does meets all alike; the first tenth of each turn is not counted. Every exchange is the whole: send, receive, add.
 
 zeromq, CURVE, in the engine    the transport on the network lane of the real-time driver: from one exchange's end to
@@ -34,6 +34,7 @@ from benchmarks.speed._all_reduce_cases import CASES, LAYERS, Setup, measure
 
 BAR_PLAIN, BAR_CURVE, BAR_TOKEN, BAR_GRPC = 100e-6, 120e-6, 4e-3, 4.0
 BAR_OVER_BARE = 1.4
+EXCHANGES = 150
 IN_ENGINE, BARE = "zeromq, {}, in the engine, submitted", "bare zeromq, {}"
 
 
@@ -83,14 +84,13 @@ BENCHMARK = Benchmark(
     rounds=24,
     rounds_help="turns of each transport",
 )
-BENCHMARK.parser.add_argument("--exchanges", type=int, default=150, help="exchanges of a turn (default: 150)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure in two processes and write the figures."""
     options = BENCHMARK.parse(arguments)
     with progress.status("exchanging"):
-        seconds, tokens = in_two_processes(options.exchanges, options.rounds, options.only)
+        seconds, tokens = in_two_processes(options.rounds, options.only)
     figures = {name: summary(times) for name, times in seconds.items()}
     overheads = {name: summary(times) for name, times in tokens.items()}
     return BENCHMARK.write(
@@ -119,7 +119,7 @@ def medians(seconds: list[float], rounds: int) -> list[float]:
 
 
 def in_two_processes(
-    exchanges: int, rounds: int, only: Sequence[str]
+    rounds: int, only: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """The seconds of each exchange and of each token's overhead, of rank 0, by what was measured."""
     context = multiprocessing.get_context("spawn")
@@ -127,7 +127,7 @@ def in_two_processes(
     setup = Setup(
         ports=free_ports(32),
         keys=[tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(2)],
-        exchanges=exchanges,
+        exchanges=EXCHANGES,
         rounds=rounds,
         only=tuple(only),
     )

@@ -136,19 +136,16 @@ BENCHMARK = Benchmark(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print what came out, write the result."""
-    here = instruction_sets()
-    BENCHMARK.parser.add_argument("--instruction-set", choices=here, default=here[0])
-    BENCHMARK.parser.add_argument("--threads", type=int, default=usable_cores(), metavar="N")
     options = BENCHMARK.parse(arguments)
     found: dict[str, Any] = dict(BENCHMARK.stored().get("rows", {}))
-    cores, name_of_set = options.threads, options.instruction_set
+    cores, name_of_set = usable_cores(), instruction_sets()[0]
     with torch.inference_mode(), closing(NativeKernels(0, name_of_set, cores)) as threads:
         attention = NativeAttention(threads)
         for name in track(options.only, "rows"):
             found[name] = measure(ROWS[name], attention, name_of_set, cores, options.rounds)
     return BENCHMARK.write(
         {
-            "instructions": options.instruction_set,
+            "instructions": name_of_set,
             "threads": cores,
             "rows": {name: found[name] for name in ROWS if name in found},
         }

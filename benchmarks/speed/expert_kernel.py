@@ -5,8 +5,8 @@ times the last-level cache, so that weights come from memory. Kernel, limit (`sh
 The ratio of neighbours is taken in each turn, and the median of that counts: the bandwidth of a shared machine moves
 more within a minute than what is measured here.
 
-One core: one thread each, in seconds of its processor time, which other processes disturb least. `--sets` picks
-instruction sets.
+One core: one thread each, in seconds of its processor time, which other processes disturb least; with each instruction
+set but the portable one.
 
 All cores: the best instruction set, one thread on each core, in seconds of the clock; only on an otherwise idle
 machine. Torch has two ways: one expert on all cores, and as many experts as there are cores, each on a core of its
@@ -141,12 +141,6 @@ BENCHMARK = Benchmark(
     rounds_help="turns of each number of rows; a third as many generations of each batch",
     keeps_parts=True,
 )
-BENCHMARK.parser.add_argument(
-    "--sets",
-    nargs="+",
-    metavar="NAME",
-    help="instruction sets on one core (default: all but portable); others stay in the file",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stored = BENCHMARK.stored()
     found: dict[str, Any] = {part: stored[part] for part in PARTS if part in stored}
     best = instruction_sets()[0]
-    sets = options.sets or [name for name in instruction_sets() if name != "portable"]
+    sets = [name for name in instruction_sets() if name != "portable"]
     with torch.inference_mode():
         if {"one_core", "all_cores"} & set(options.only):
             memory = weights_in_memory()

@@ -35,7 +35,6 @@ from moesched.jobs.run_model import run_model
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.system.cache import cache_folder
 
 T = TypeVar("T")
 
@@ -124,14 +123,13 @@ BENCHMARK = Benchmark(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print what came out, write the result."""
-    BENCHMARK.parser.add_argument("--model", type=Path, default=cache_folder() / MODEL, metavar="FOLDER")
     options = BENCHMARK.parse(arguments)
-    kept_model(MODEL, options.model)
+    whole = kept_model(MODEL)
     found = {}
     with TemporaryDirectory() as folder:
         small = write_random_model(small_shape(), Path(folder) / "model")
         for name in [each for each in options.only if each in BATCHES]:
-            model = small if name == SMALL else options.model
+            model = small if name == SMALL else whole
             found[name] = measured(model, BATCHES[name], options.rounds)
         issuing = issued(small, options.rounds) if ISSUING in options.only else {}
     return BENCHMARK.write({"model": MODEL, "policy": "resident", "rows": found, "issuing": issuing})

@@ -40,10 +40,7 @@ class DilatedClock:
         self._pace = perf_counter_ns(), self.now(), dilation
 
     def wait_until(self, moment: int) -> None:
-        """Wait until the emulated machine's clock shows a time.
-
-        On an idle core this returns some 20 µs of real time later. Other threads can run meanwhile, except at the very
-        end.
+        """Sleep until the emulated machine's clock reaches a time, then spin, so as to return on time.
 
         moment: the time to wait for, in nanoseconds of the emulated machine.
         """

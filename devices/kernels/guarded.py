@@ -10,7 +10,7 @@ import torch
 from moesched.errors import KernelFailed
 from moesched.models.config import ModelConfig
 
-from .seam import Bound, Case, Kernel
+from .seam import OPERATIONS, Bound, Case, Kernel
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -49,6 +49,11 @@ class Guarded(Kernel):
                 call.
         """
         bound = self._call(case, "bind", self._kernel.bind, case, weights, memory)
+        if not callable(bound):
+            raise KernelFailed(
+                f"kernel {self.name} ({case}): bind returned {bound!r}: return a function "
+                f"{OPERATIONS[case.operation].call}"
+            )
 
         def call(*arguments: Any) -> Any:
             result = self._call(case, "its call", bound, *arguments)
@@ -61,8 +66,13 @@ class Guarded(Kernel):
         try:
             return function(*arguments)
         except Exception as error:  # a kernel from elsewhere may raise anything
+            given = OPERATIONS[case.operation]
+            words = {
+                "bind": f"; its weights are {given.weights or 'none'}",
+                "its call": f"; its call is {given.call}",
+            }
             raise KernelFailed(
-                f"kernel {self.name} ({case}): {what} raised {type(error).__name__}: {error}"
+                f"kernel {self.name} ({case}): {what} raised {type(error).__name__}: {error}{words.get(what, '')}"
             ) from error
 
     def _check(self, case: Case, arguments: Sequence[Any], result: Any) -> None:

@@ -55,6 +55,7 @@ class Operation(NamedTuple):
             weights of the layer.
         call: the arguments and results of a bound kernel's function, in words. `functions.py` explains the letters of
             shapes.
+        weights: the names and shapes of the weights that `bind` gets, in words; "" if it gets none.
         parts: operations that together give the same results, to be computed if no kernel takes this operation.
     """
 
@@ -62,6 +63,7 @@ class Operation(NamedTuple):
     summary: str
     matrices: tuple[str, ...]
     call: str
+    weights: str = ""
     parts: tuple[str, ...] = ()
 
 
@@ -71,43 +73,56 @@ _OPERATIONS = (
         "embeddings of tokens, and the angles of the rotary embedding",
         ("embedding",),
         "(ids, positions, steps) -> hidden_TD, (cosines, sines)",
+        "embedding (V, D)",
     ),
     Operation(
         "attention_inputs",
         "norm, projection and rotation",
         ("qkv",),
         "(hidden_TD, angles) -> (q_THd, k_TKd, v_TKd)",
+        "attention_norm (D), qkv (Hd + 2Kd, D); of some models q_norm, k_norm (d or all), q_bias, k_bias, v_bias",
     ),
     Operation(
         "attention",
         "new keys and values into the KV cache, and attention over it",
         (),
         "((q_THd, k_TKd, v_TKd), cached, step) -> attended_TX",
+        "of some models sinks (H)",
     ),
     Operation(
         "prompt_attention",
         "attention of new tokens over views of keys and values",
         (),
         "(q_THd, views) -> attended_TX",
+        "of some models sinks (H)",
     ),
     Operation(
         "output_projection",
         "output projection and residual",
         ("o",),
         "(attended_TX, residual_TD) -> hidden_TD",
+        "o (D, X); of some models o_bias (D)",
     ),
     Operation(
         "route",
         "norm, router and the choice of experts",
         ("router",),
         "(hidden_TD) -> x_TD, experts_Tk, weights_Tk, logits_TE",
+        "ffn_norm (D), router (E, D); of some models router_bias (E)",
     ),
-    Operation("expert", "one expert on some rows", EXPERT_MATRICES, "(x_nD, y_nD) -> None"),
+    Operation(
+        "expert",
+        "one expert on some rows",
+        EXPERT_MATRICES,
+        "(x_nD, y_nD) -> None",
+        "gate, up (I, D), down (D, I); of some models gate_up (2I, D) instead of gate and up, and biases",
+    ),
     Operation(
         "experts",
         "experts of one stack, on rows in the order of the experts",
         EXPERT_MATRICES,
         "(x_nD, rows) -> y_nD",
+        "gate, up (E, D, I), down (E, I, D)",
         parts=("expert",),
     ),
     Operation(
@@ -121,6 +136,7 @@ _OPERATIONS = (
         "all that follows attention",
         (),
         "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts or None",
+        "those of output_projection and route, and each expert's, such as experts.0.gate (I, D)",
         parts=("output_projection", "route", "expert", "combine"),
     ),
     Operation(
@@ -128,17 +144,25 @@ _OPERATIONS = (
         "the same, and the activations SiLU(gate x) of the experts' rows in their order, float32",
         (),
         "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, gated_nI",
+        "those of output_projection and route, and each expert's, such as experts.0.gate (I, D)",
         parts=("output_projection", "route", "expert", "combine"),
     ),
-    Operation("logits", "last norm and LM head", ("lm_head",), "(hidden_TD, rows) -> logits_SV"),
+    Operation(
+        "logits",
+        "last norm and LM head",
+        ("lm_head",),
+        "(hidden_TD, rows) -> logits_SV",
+        "final_norm (D), lm_head (V, D)",
+    ),
     Operation(
         "greedy",
         "logits, and the likeliest token of each row: -1 where they are not finite",
         ("lm_head",),
         "(hidden_TD, rows) -> logits_SV, tokens",
+        "final_norm (D), lm_head (V, D)",
         parts=("logits",),
     ),
-    Operation("product", "rows times a matrix", ("matrix",), "(x_TD) -> y_TN"),
+    Operation("product", "rows times a matrix", ("matrix",), "(x_TD) -> y_TN", "matrix (N, D)"),
 )
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType({each.name: each for each in _OPERATIONS})
@@ -206,6 +230,9 @@ class Kernel(ABC):
         """Return the function that computes a case with its weights; called only for cases that the kernel takes.
 
         Args:
-            weights: tensors by name, each as its row blocks.
-            memory: holds tensors for the results of the case's rows.
+            weights: a mapping from names to lists of row blocks, top to bottom. `Operation.weights` has names and
+                shapes, and there may be others. A norm or bias is one block (N); a block of a matrix (N, D) is a tensor
+                (some of N, D) in the case's dtype or, in a coded format, `CodedRows`.
+            memory: a `Workspace`, whose `tensor(name, *shape, dtype=...)` holds results for `memory.rows` rows. Kernels
+                with `uses_memory` write to it; others ignore it.
         """

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class InPool(Protocol):
-    """The interface of a block of GPU memory that knows the memory pool that it is from.
+    """The interface of a block of GPU memory that names the memory pool that it is from.
 
     Attributes:
         pool: the memory pool of CUDA graphs that the block was taken from; None for ordinary memory.

@@ -104,10 +104,7 @@ class Evaluations:
 
 
 def _tokens(task: Task, tokens: Mapping[int, int]) -> int:
-    """Return the number of tokens of all micro-batches that a task computes.
-
-    tokens: number of tokens of each micro-batch, by its number.
-    """
+    """Return the number of tokens of all micro-batches that a task computes."""
     if not task.ranges:
         return tokens[task.micro_batch]
     return sum(tokens[micro_batch] for micro_batch, _, _ in task.ranges)

@@ -131,7 +131,7 @@ class StackedExpert:
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return the weights of a page's expert in its layer, and 0, the index of this expert in these weights."""
+        """Return a stack that holds only the page's expert, and the expert's index in it, 0."""
         layer = self._array[page.layer]
         parts: dict[str, list[Array]] = {
             part: [

@@ -27,7 +27,7 @@ class MicroBatchState:
         before: the chunk that this one continues; None for a first chunk.
         ends: indices of the sequences that a token is sampled for in this step; None for all of them.
         samplings: sampling settings of each token to sample; None if all have the batch's settings.
-        logprobs: for each token to sample, the log probabilities that its request wants; None if no request wants any.
+        logprobs: for each token to sample, the log probabilities that its request asked for; None if none asked.
         following: for each sequence, the token of its prompt after the step's tokens, if the prompt is scored and goes
             on; else None. Empty if no log probabilities are wanted.
         memory: memory for results of the step's kernels; None if the step has many tokens.

@@ -33,7 +33,7 @@ class MoELayer:
         states: the micro-batches, by number.
         weights: function from a task's view (the pages of weights that the task reads) to the weights in these pages.
         attention: runs the output projection, and gives the residual to add to the sum of the experts.
-        observers: are told the experts that tokens chose, and the experts' activations.
+        observers: get the experts that tokens chose, and the experts' activations.
         scores: True if the values of `route` and `preview_route` have router scores, too.
     """
 

@@ -128,7 +128,7 @@ class NextTokens:
     ) -> list[int]:
         """Attach log probabilities to the tokens whose requests want them; returns all tokens.
 
-        wanted: the log probabilities that each token's request wants; None for none.
+        wanted: the log probabilities that each token's request asked for; None for none.
         """
         ends = range(len(tokens)) if state.ends is None else state.ends
         scored = []

@@ -17,8 +17,8 @@ class DeviceObservers:
     """Reports routers' choices and experts' activations to observers, if there are any.
 
     Attributes:
-        routing: the observer to tell which experts tokens chose; None for nobody.
-        activations: the observer to tell the activations of experts; None for nobody.
+        routing: the observer of the experts that tokens chose; None for none.
+        activations: the observer of the experts' activations; None for none.
         first_request: number of requests in the earlier batches of the run.
     """
 

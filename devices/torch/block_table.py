@@ -178,10 +178,7 @@ class BlockTable:
                 state.first += left * self._block_size
 
     def _lengthen(self, states: Sequence[SequenceBlocks], new: Sequence[int]) -> None:
-        """Lengthen sequences by new tokens, and give them free blocks for the tokens that do not fit into their own.
-
-        new: number of new tokens of each sequence.
-        """
+        """Lengthen sequences by new tokens, and give them free blocks for the tokens that do not fit into their own."""
         lengths = [state.length + tokens for state, tokens in zip(states, new, strict=True)]
         missing = [
             max(0, self.blocks_for(length - state.first) - len(state.blocks))

@@ -175,7 +175,7 @@ class Captured:
 
 
 def repeated(arguments: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Test whether a graph of a call with the arguments `before` can stand for a call with `arguments`.
+    """Test whether a graph of a call with the arguments `before` can be replayed for a call with `arguments`.
 
     That is so if their `identities` are equal. The test is fast for arguments that are the same objects, as most are.
     """
@@ -192,7 +192,7 @@ def repeated(arguments: Sequence[Any], before: Sequence[Any]) -> bool:
 
 
 def identities(arguments: Iterable[Any]) -> list[Any]:
-    """Convert a call's arguments to a list that is equal for calls that one graph can stand for.
+    """Convert a call's arguments to a list that is equal for calls that can replay one graph.
 
     The list has the address of each tensor, also of those in nested sequences, and all other arguments as they are.
     """

@@ -272,10 +272,7 @@ class TorchDevice(ChoosesDtype):
         self._observers.first_request = plan.batch.first_request
 
     def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
-        """Make the functions that run the plan's tasks, and warm up a GPU for sizes that are new.
-
-        states: the state of each micro-batch. sampling: the settings for choosing tokens.
-        """
+        """Make the functions that run the plan's tasks, and warm up a GPU for sizes that are new."""
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
         if self._compute.replays is not None:

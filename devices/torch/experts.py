@@ -33,7 +33,7 @@ class TorchExperts:
         states: the state of each micro-batch, by the micro-batch's number.
         weights: a function that returns the weights of a task, given the task's operands.
         library: copies results to the host and reads the values of tasks.
-        observers: are told the activations of experts, if anyone observes them.
+        observers: get the activations of experts, if anyone observes them.
     """
 
     def __init__(

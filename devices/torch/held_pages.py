@@ -60,7 +60,7 @@ class HeldPages:
         tell: is called with the progress of reading.
 
         Raises:
-            CannotHold: the system locks no more memory.
+            CannotHold: the system refused to lock memory.
             MoeschedError: a file cannot be read.
         """
         here, self._pages = self._pages, {}

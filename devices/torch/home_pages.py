@@ -122,10 +122,7 @@ class HomePages:
 
 
 def _unfit(way: str, plan: Plan) -> str:
-    """Return the reason why a way to hold pages does not suit a plan; empty if it does.
-
-    way: the way's name, such as "mapped files".
-    """
+    """Return the reason why a way to hold pages does not suit a plan; empty if it does."""
     limit = plan.machine.roles.pinned
     if limit is not None and way != "ordinary memory":
         return f"the machine limits page-locked memory: it has the memory {limit}"

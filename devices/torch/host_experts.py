@@ -30,7 +30,7 @@ class HostExperts:
         weights: a function that returns the weights of a task, given the task's operands.
         exchanged: the host's memory for the rows.
         there: runs the experts that are computed on the accelerator.
-        observers: are told the activations of experts, if anyone observes them.
+        observers: get the activations of experts, if anyone observes them.
     """
 
     def __init__(

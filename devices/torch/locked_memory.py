@@ -37,7 +37,7 @@ def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     device: the GPU's torch device.
 
     Raises:
-        OutOfMemory: the system locked no more memory.
+        OutOfMemory: the system refused to lock memory.
     """
     memory = new_memory(round_up(max(1, nbytes)))
     items = np.frombuffer(memory, np.uint8)

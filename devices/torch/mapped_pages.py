@@ -51,7 +51,7 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Test whether the system reads mapped files on request (Linux 5.14), and files have bytes as kernels need."""
+        """Test if Linux can prefault mapped files (5.14 or later), and the files have the bytes that kernels read."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:

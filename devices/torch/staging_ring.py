@@ -34,7 +34,7 @@ class StagingRing:
         device: the GPU's torch device.
 
     Raises:
-        OutOfMemory: the system locks no more memory.
+        OutOfMemory: the system refused to lock memory.
     """
 
     def __init__(self, most: int, team: CopiesBytes, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 
 @interruptible()
 def compare_runs(
-    sources: Sequence[ComparedRun | Path | str],
+    sources: ComparedRun | Path | str | Sequence[ComparedRun | Path | str],
     *,
     replayed: bool = False,
     trace: Path | str | None = None,
@@ -30,7 +30,8 @@ def compare_runs(
     """Compare runs with the first run in `sources`.
 
     Args:
-        sources: two or more runs, each as a `ComparedRun` or as the file of its trace or report.
+        sources: two or more runs, each as a `ComparedRun` or as the file of its trace or report; with `replayed`, one
+            is enough.
         replayed: whether to add a replay of the first run's graph and durations on the virtual clock.
         trace: file to write all runs to as a single trace.
         progress: called with (replays done, all replays) while the difference is computed.
@@ -39,6 +40,8 @@ def compare_runs(
         BadInput: there are fewer than two runs and no replay, a file is neither a trace nor a report, or a report is
             given where a trace is needed.
     """
+    if isinstance(sources, ComparedRun | Path | str):
+        sources = [sources]
     files = [source for source in sources if not isinstance(source, ComparedRun)]
     require_outputs(Output("trace", trace), inputs=files)
     runs = read_runs(sources, replayed=replayed)

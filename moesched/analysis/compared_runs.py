@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -73,7 +72,7 @@ def read_run(path: Path | str) -> ComparedRun:
         recording, about = read_trace(path)
         return run_of_recording(title, recording, about)
     where = f"{path} is not the report of a run"
-    report = decode_json(data, _Report, where, "write one with --report", most=MOST_BYTES)
+    report = decode_json(data, _Report, where, "name its trace, or the report of a batch", most=MOST_BYTES)
     return _run_of_report(title, report)
 
 
@@ -89,9 +88,8 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
         summary.steps[-1].end - recording.start / 1e9 if summary.steps else 0.0
     )  # without what ended after it
     values = _totals(load, prefill, fmean(decode) if decode else None, whole)
-    running = whole - (load or 0.0)
-    if (tokens := _tokens(recording, about)) and running > 0:
-        values[THROUGHPUT] = tokens / running
+    if about.tokens_per_second:
+        values[THROUGHPUT] = about.tokens_per_second
     values[Measure("total", "run", "tasks", "tasks")] = summary.tasks
     values[Measure("total", "run", "moved", "bytes")] = summary.nbytes_moved
     for name, lane in zip(recording.titles.values(), summary.lanes, strict=True):
@@ -110,20 +108,6 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
     )
 
 
-def _tokens(recording: Recording, about: About) -> int:
-    """Return the number of tokens that a batch generated; 0 if it is not known.
-
-    It is not in recordings that lack earlier steps, nor where the rows of `sample` are beams or those of a service.
-    """
-    if recording.trimmed or recording.requests or about.plan.get("beams", 1) != 1:
-        return 0
-    tokens = Counter[int]()
-    for each in recording.slices:
-        if each.task.verb == "sample":
-            tokens[each.lane.rank] += each.task.rows
-    return max(tokens.values(), default=0)
-
-
 def replayed_run(run: ComparedRun) -> ComparedRun:
     """Replay the graph and durations of a run on the virtual clock, with new start times.
 
@@ -133,7 +117,15 @@ def replayed_run(run: ComparedRun) -> ComparedRun:
     recording, about = trace_of(run, "--replayed replays")
     again = msgspec.structs.replace(about, driver="virtual")
     replay = run_of_recording(f"{run.title} replayed", replay_recording(recording), again)
+    if THROUGHPUT in replay.values:
+        replay.values[THROUGHPUT] *= _running(run) / _running(replay)
     return msgspec.structs.replace(replay, replayed=True)
+
+
+def _running(run: ComparedRun) -> float:
+    """Return the seconds of a run from the end of loading, as far as its trace goes."""
+    loading = run.values.get(Measure("total", "load", "time", "s"), 0.0)
+    return run.values[Measure("total", "run", "time", "s")] - loading
 
 
 def trace_of(run: ComparedRun, what: str) -> Trace:

@@ -17,11 +17,12 @@ LONGEST_SPANS = 5
 
 
 class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle seconds of a lane with one cause.
+    """A lane's idle time with one cause, in tasks of one verb (kind of task) on one lane.
 
     Attributes:
-        kind, lane: verb and lane of the tasks that ran during this time; for "policy" and "host", of the tasks that
-            followed.
+        kind, lane: verb and lane of the tasks that the idle lane waited for; with the cause "policy" or "host", of the
+            tasks that started after this time.
+        seconds: idle seconds of the lane.
     """
 
     cause: Cause

@@ -202,11 +202,7 @@ class Calibration:
         )
 
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
-        """Return the costs of page transfers from the disk: times of single reads, scaled to fetches of whole pages.
-
-        Args:
-            reads: measured costs of single reads.
-        """
+        """Return the costs of page transfers from the disk: times of single reads, scaled to fetches of whole pages."""
         longer = self._models.tasks.longer_than(DISK, Surface(reads))
         return [point(DISK, "", each.rows, each.size, longer(each.size) * each.seconds) for each in reads]
 

@@ -92,11 +92,7 @@ def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> 
 
 
 def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with rates and costs of products, from operations of `extent` timed alone and in pairs.
-
-    Args:
-        tell: called after each measurement.
-    """
+    """Return the machine with rates and costs of products, from operations of `extent` timed alone and in pairs."""
     operations, pairs = list(extent.operations()), list(extent.pairs())
     times: dict[Operation, list[float]] = {each: [] for each in operations}
     together: dict[tuple[Copy, Copy], list[float]] = {each: [] for each in pairs}

@@ -75,6 +75,7 @@ class TaskTimes:
     def __init__(self) -> None:
         self._times: dict[Group, list[float]] = {}
         self._works: dict[Group, Work] = {}
+        self._used: dict[Group, list[int]] = {}
         self._alone: dict[TaskKey, list[float]] = {}
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
         self._moves: dict[WorkPart, list[float]] = {}
@@ -118,6 +119,8 @@ class TaskTimes:
             group = _group(run, task, resident=resident)
             times.setdefault(group, []).append(_seconds(task))
             self._works.setdefault(group, task.work)
+            if task.verb == "post_attention":
+                self._used.setdefault(group, []).append(len(task.value))
         for group, seconds in times.items():
             self._times.setdefault(group, []).append(fmean(seconds[1:] or seconds))
 
@@ -253,8 +256,12 @@ class TaskTimes:
             route, experts = parts[0], [part for part in parts if part.operation.endswith("experts")]
             within = median(before) * route.size / alike.size
             yield point(f"{prefix}{ROUTE_WITHIN}", group.dtype, route.rows, route.size, within)
-            rest = (seconds - within - median(after)) / sum(part.times for part in experts)
-            yield point(f"{prefix}experts", group.dtype, experts[0].rows, experts[0].size, rest)
+            used = fmean(
+                self._used[group]
+            )  # tokens of one prompt choose alike: fewer experts than the work's mean
+            rows = experts[0].rows * sum(part.times for part in experts) / used
+            each = (seconds - within - median(after)) / used
+            yield point(f"{prefix}experts", group.dtype, rows, experts[0].size, each)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
         """Yield the costs of attention: the overhead of a task, the overhead of a call, and the time of one sequence.

@@ -218,10 +218,7 @@ class _Node:
     # -- on the link's thread ----------------------------------------------------------------------
 
     def _turn(self, said: AllLoaded | Stop) -> None:
-        """Act on a message about an epoch: allow its exchanges after AllLoaded, or fail them after Stop.
-
-        said: the message.
-        """
+        """Act on a message about an epoch: allow its exchanges after AllLoaded, or fail them after Stop."""
         if isinstance(said, AllLoaded):
             self._exchanges.begin(said.epoch)
         else:

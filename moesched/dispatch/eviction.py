@@ -1,6 +1,6 @@
 """Eviction rules, for `plan.pool(..., replacement=rule)` and for `CachedExperts`.
 
-A rule has a method `used`, which is told of each use of a page, and a method `choose`, which returns the page to evict.
+A rule has a method `used`, called at each use of a page, and a method `choose`, which returns the page to evict.
 Each cache needs a rule object of its own. Among equal candidates a rule evicts the page that comes first in the model,
 so that equal runs evict equal pages.
 """

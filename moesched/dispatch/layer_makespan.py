@@ -261,12 +261,7 @@ class _Thresholds:
         return best
 
     def _least(self, away: int, fetched: int) -> float:
-        """Return a lower bound of the makespan, in seconds, for the numbers of moved and of fetched experts.
-
-        Args:
-            away: number of resident experts that run on the host.
-            fetched: number of missing experts that are fetched.
-        """
+        """Return a lower bound of the makespan, in seconds, for the numbers of moved and of fetched experts."""
         host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
         return max(host, here, fetched * self._layer.transfer)
 

@@ -60,11 +60,7 @@ def _why_not(device: str, facts: Facts) -> str:
 
 
 def _expected(model: Path, found: PolicyRuns) -> list[list[int]]:
-    """Return the tokens that the policy `resident` generates on the CPU, one list per request.
-
-    Args:
-        found: the runs on the tried device.
-    """
+    """Return the tokens that the policy `resident` generates on the CPU, one list per request."""
     try:
         return generate(model, CPU).tokens or []
     except MoeschedError as error:

@@ -186,10 +186,7 @@ class Account:
             self._lanes[task.lane].move(task, self._calls)
 
     def _on_device(self, earlier: int, task: Task) -> bool:
-        """Test whether the device, not the host, keeps `task` behind an earlier task on one of the device's streams.
-
-        earlier: id of the earlier task.
-        """
+        """Test whether the device, not the host, keeps `task` behind an earlier task on one of the device's streams."""
         domain = task.lane.domain
         return domain is not None and domain == self.tasks[earlier].lane.domain and earlier in self._released
 

@@ -83,10 +83,7 @@ class Rendezvous:
             self._engines[rank].admit(part)
 
     def _break(self, ticket: int, cause: BaseException) -> None:
-        """Cancel all ranks' parts of a collective, also parts that arrive later.
-
-        ticket: number of the collective in the sequence of collectives. cause: the error to give as the reason.
-        """
+        """Cancel all ranks' parts of a collective, also parts that arrive later."""
         self._broken[ticket] = cause
         for rank, part in sorted(self._waiting.pop(ticket, {}).items()):
             if part.cause is None:

@@ -133,12 +133,7 @@ class ReplayedRun:
 
 
 def _generated(captured: Task, step: int) -> int:
-    """Return the number of tokens that each sequence has generated before a step that repeats a captured step.
-
-    Args:
-        captured: a task of the captured step.
-        step: number of the step that repeats it.
-    """
+    """Return the number of tokens that each sequence has generated before a step that repeats a captured step."""
     since = step - captured.step
     return captured.generated + since if captured.phase == "decode" else captured.generated
 

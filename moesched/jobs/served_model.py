@@ -92,7 +92,15 @@ class ServedModel:
             return serve_on(self._devices.first, setup, observers=observers, recorder=recorder)
         finally:
             if recorder is not None and trace is not None:
-                write_service_trace(trace, recorder, spans.ended, self.ran, planned.capacity, planned.plan)
+                write_service_trace(
+                    trace,
+                    recorder,
+                    spans.ended,
+                    self.ran,
+                    planned.capacity,
+                    planned.plan,
+                    spans.tokens_per_second,
+                )
 
 
 @contextmanager

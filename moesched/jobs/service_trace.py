@@ -28,7 +28,7 @@ def last_steps_of(plan: Plan) -> LastSteps:
 
 
 class RequestSpans:
-    """Listener that keeps a span (start and end, for the trace) of each of the requests that ended last.
+    """Listener that keeps what a trace has of requests: their rate, and the spans of those that ended last.
 
     Args:
         listener: another listener that gets the same calls; None for none.
@@ -40,7 +40,14 @@ class RequestSpans:
     def __init__(self, listener: ServingListener | None) -> None:
         self._listener = listener
         self._loaded = 0
+        self._tokens = 0
+        self._last = 0
         self.ended: deque[RequestSpan] = deque(maxlen=MOST_REQUESTS)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All tokens of requests that ended, over the time from the end of loading to the last one; 0 without any."""
+        return self._tokens / (self._last / 1e9) if self._last else 0.0
 
     def loaded(self, serving: Serving) -> None:
         """Keep the time at which weights were loaded, from which the times of requests count."""
@@ -49,9 +56,11 @@ class RequestSpans:
             self._listener.loaded(serving)
 
     def token(self, served: Served) -> None:
-        """Keep the span of a request, if the request ends with this token."""
+        """Keep the span of a request, if the request ends with this token, and count its tokens."""
         if served.ending is not None:
             self.ended.append(span_of(served, self._loaded))
+            self._tokens += len(served.tokens)
+            self._last = max(self._last, *served.times, 0)
         if self._listener is not None:
             self._listener.token(served)
 
@@ -68,8 +77,11 @@ def write_service_trace(
     ran: RunNames,
     capacity: Capacity,
     plan: Plan,
+    tokens_per_second: float,
 ) -> None:
     """Write the recorded tasks of a run, and its requests as spans, without those that ended before the first task.
+
+    tokens_per_second: all generated tokens over the time from the end of loading to the last one.
 
     Raises:
         BadInput: the file cannot be written.
@@ -86,6 +98,8 @@ def write_service_trace(
         machine=ran.machine,
         plan=msgspec.to_builtins(capacity),
         roofs=roofs_of(plan.machine, ran.dtype),
+        costs_measured=not ran.measured and bool(plan.machine.cost_table),
+        tokens_per_second=tokens_per_second,
     )
     write_trace(path, recording, about)
 

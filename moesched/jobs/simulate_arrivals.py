@@ -120,7 +120,9 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     report = service_report(ran, serving, planned.capacity, objectives)
     if recorder is not None and given.trace is not None:
         spans = [span_of(served, serving.loaded) for served in serving.requests.values()]
-        write_service_trace(given.trace, recorder, spans, ran, planned.capacity, planned.plan)
+        write_service_trace(
+            given.trace, recorder, spans, ran, planned.capacity, planned.plan, report.tokens_per_second
+        )
     return report
 
 

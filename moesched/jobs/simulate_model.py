@@ -46,6 +46,7 @@ from moesched.routing.choices import BatchRouting
 from moesched.routing.trace import RecordedChoices
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.cell_progress import listener_or_cell
+from moesched.runs.decisions import experts_used
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
@@ -184,8 +185,8 @@ def _simulate(
 ) -> JobReport:
     listener = given.listener or Listener()
     plan, policy = job.plan(batch, room_for, policy=policies.next_of(0))
-    if replay and (lanes_contend(plan) or plan.nodes.count > 1):
-        raise NotFixed  # a task's duration depends on concurrent tasks, or on which node runs the experts
+    if replay and (lanes_contend(plan) or plan.nodes.count > 1 or experts_used(routing) is not None):
+        raise NotFixed  # durations depend on concurrent tasks, on which node runs the experts, or on the experts
     peers = [Rank(*job.plan(batch, room_for, node, policies.next_of(node))) for node in range(1, job.nodes)]
     listener.planned(plan)
     explains = given.explained and not batch.first_request

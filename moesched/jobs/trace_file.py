@@ -183,4 +183,5 @@ def about_of(
         clocks=dict(clocks or {}),
         roofs=dict(roofs or {}),
         costs_measured=report.costs_measured,
+        tokens_per_second=report.throughput_tokens_per_second,
     )

@@ -223,12 +223,7 @@ def checkpoint_of(contents: Contents) -> Checkpoint:
 def _parts_of(
     found: FoundTensor, published: Published, stored: StoredFormat
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield name and location of each canonical tensor in a stored tensor, which contains them one after the other.
-
-    found: the stored tensor.
-    published: the names and shapes of the canonical tensors.
-    stored: the storage format of the rows.
-    """
+    """Yield name and location of each canonical tensor in a stored tensor, which contains them one after the other."""
     start, end = found.entry.data_offsets
     offset = found.data_start + start
     if found.scales is not None:
@@ -325,11 +320,7 @@ def _unknown(found: FoundTensor, contents: Contents) -> BadInput:
 def _stored_twice(
     second: FoundTensor, tensor: str, all_found: Iterable[FoundTensor], names: Names
 ) -> BadInput:
-    """Return the error for a tensor of the model that two tensors in the files contain.
-
-    second: the second of the two tensors in the files.
-    tensor: canonical name of the tensor of the model.
-    """
+    """Return the error for a tensor of the model that two tensors in the files contain."""
     first = next(
         found for found in all_found if found.name != second.name and _holds(names.get(found.name), tensor)
     )
@@ -344,10 +335,7 @@ def _holds(stored: Published | None, tensor: str) -> bool:
 
 
 def _missing(contents: Contents, tensors: Mapping[str, StoredTensor]) -> BadInput:
-    """Return the error for a checkpoint whose files lack some tensors of the model.
-
-    tensors: the tensors that were found, by canonical name.
-    """
+    """Return the error for a checkpoint whose files lack some tensors of the model."""
     missing = [name for name in tensor_shapes(contents.config) if name not in tensors]
     count = f"{len(missing)} of the model's tensors, {missing[0]} the first"
     return BadInput(

@@ -140,11 +140,7 @@ def _formats(config: ModelConfig, shapes: Mapping[str, Shape], mix: Mix) -> Form
 
 
 def _format(config: ModelConfig, name: str, shape: Shape, mix: Mix) -> StoredFormat | None:
-    """Return the format in which a tensor is kept in memory; None for the dtype of the computation.
-
-    name: canonical name of the tensor.
-    mix: formats to choose from.
-    """
+    """Return the format in which a tensor is kept in memory; None for the dtype of the computation."""
     role = role_of(name)
     if role == "small":
         return FLOAT32

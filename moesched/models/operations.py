@@ -264,12 +264,16 @@ class ExpertOperations(Products):
         """Return the cost of one expert on `tokens` tokens, if its weights were copied to the accelerator for it."""
         return self._expert(tokens, 0.0)
 
-    def experts(self, tokens: int) -> Amount:
-        """Return the mean cost of a layer's experts for `tokens` tokens that choose experts uniformly."""
+    def experts(self, tokens: int, used: float | None = None) -> Amount:
+        """Return the cost of a layer's experts for `tokens` tokens.
+
+        used: number of experts that have tokens; by default its mean where tokens choose experts uniformly.
+        """
         network = self.layer.feed_forward
         if not network.experts:
             return Amount(0, 0)
-        used = network.experts * (1 - (1 - network.top_k / network.experts) ** tokens)
+        if used is None:
+            used = network.experts * (1 - (1 - network.top_k / network.experts) ** tokens)
         each = self.expert(tokens * network.top_k) if used else Amount(0, 0)
         rows = tokens * network.top_k / used if used else 0
         parts = self.expert_product.parts("experts", rows, self.resident.experts, used)
@@ -302,9 +306,9 @@ class ExpertOperations(Products):
 
 @dataclass(frozen=True, eq=False)
 class Operations(AttentionOperations, ExpertOperations):
-    """Costs of all operations of a model, and of one kind of its layers, in one dtype.
+    """FLOPs and bytes of a model's operations, in one dtype; for operations within layers, of one kind of layer.
 
-    This class itself has the operations outside the layers, and those that combine several operations.
+    The base classes have the operations within layers. This class has those outside of layers, and sums of several.
     """
 
     @cached_property
@@ -344,16 +348,21 @@ class Operations(AttentionOperations, ExpertOperations):
         """Return the cost, for `tokens` tokens, of output projection, norm and router, before the experts."""
         return _sum(self.output_projection(tokens), self.router(tokens))
 
-    def post_attention(self, tokens: int) -> Amount:
-        """Return the cost, for `tokens` tokens, of output projection, router, all experts and their weighted sum."""
-        return _sum(self.route(tokens), self.experts(tokens), self.combine(tokens))
+    def post_attention(self, tokens: int, used: float | None = None) -> Amount:
+        """Return the cost, for `tokens` tokens, of output projection, router, all experts and their weighted sum.
 
-    def after_projection(self, tokens: int) -> Amount:
+        used: number of experts that have tokens, as for `experts`.
+        """
+        return _sum(self.route(tokens), self.experts(tokens, used), self.combine(tokens))
+
+    def after_projection(self, tokens: int, used: float | None = None) -> Amount:
         """Return the cost of `post_attention` without the output projection.
 
         Tensor-parallel ranks add up their output projections before these operations.
+
+        used: number of experts that have tokens, as for `experts`.
         """
-        return _sum(self.router(tokens), self.experts(tokens), self.combine(tokens))
+        return _sum(self.router(tokens), self.experts(tokens, used), self.combine(tokens))
 
     def all_reduce(self, nbytes: int) -> Amount:
         """Return the cost of a ring all-reduce of `nbytes` bytes; the cost counts the bytes that each rank sends."""

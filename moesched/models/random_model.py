@@ -23,7 +23,7 @@ from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_LAYERS
 from moesched.models.encoding import encoded
-from moesched.models.gguf.parts import SUFFIX
+from moesched.models.gguf.parts import SUFFIX, gguf_files
 from moesched.models.gguf.tensor_names import as_in_gguf
 from moesched.models.gguf.writing import gguf_tensors_of, written_header
 from moesched.models.layers import Layer
@@ -82,8 +82,10 @@ def write_random_model(
             directory is in use, or the disk has too little space.
     """
     config, target = _resolve(shape, layers, dtype), Path(directory)
-    is_gguf = target.suffix == SUFFIX
+    is_gguf = target.suffix.lower() == SUFFIX
     if is_gguf:
+        if gguf_files(target) != [target]:
+            raise BadInput(f"{target} has the name of a part of a split model: choose another name")
         config = as_in_gguf(config)
     if stored_as is not None:
         config = coded_as(config, stored_as)
@@ -94,15 +96,32 @@ def write_random_model(
     nbytes = sum(tensor.nbytes for tensor in _tensors(config))
     with new_folder(target, nbytes, "ask for fewer layers") as folder:
         write_json(folder / "config.json", "config", published_config(config))
-        if _computed(read_config(folder)) != _computed(config):
-            raise BadInput(
-                f"no config.json of the family {config.form} has layers as those of {config.name}: use layers "
-                "that the family has"
-            )
+        _require_described(config, folder, "config.json")
         shards = _plan_shards(config, shard_bytes)
         _write_shards(folder, shards, seed, progress)
         write_json(folder / INDEX_NAME, "index", _index(shards))
     return target
+
+
+def _require_described(config: ModelConfig, model: Path, kind: str) -> None:
+    """Check that a model which is being written is read as the one that is meant.
+
+    Args:
+        model: folder or GGUF file, whose weights may be missing.
+        kind: kind of file that describes the model, for the error.
+
+    Raises:
+        BadInput: its layers are others, or it cannot be read.
+    """
+    try:
+        if _computed(read_config(model)) == _computed(config):
+            return
+    except BadInput:
+        pass
+    raise BadInput(
+        f"no {kind} of the family {config.form} has layers as those of {config.name}: use layers "
+        "that the family has"
+    )
 
 
 def _computed(config: ModelConfig) -> list[Layer]:
@@ -115,6 +134,9 @@ def _write_gguf(target: Path, config: ModelConfig, seed: int, progress: Progress
     header = written_header(config, tensors)
     placed = tuple(zip(tensors, header.starts, strict=True))
     with new_file(target, header.size, "ask for fewer layers") as partial:
+        partial.write_bytes(header.data)
+        os.truncate(partial, header.size)  # readers compare offsets with the size
+        _require_described(config, partial, "GGUF file")
         _write_shards(
             partial.parent, [_Shard(partial.name, header.data, placed, header.size)], seed, progress
         )
@@ -254,7 +276,7 @@ def _write_shards(directory: Path, shards: list[_Shard], seed: int, progress: Pr
 def _write_shard(path: Path, shard: _Shard, seed: int, advance: Callable[[int], None]) -> None:
     stop = threading.Event()
     # The workers are the inner context: they must be done with the descriptor before it closes.
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
         descriptor = file.fileno()
         try:
             reserve(descriptor, shard.nbytes)

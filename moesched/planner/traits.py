@@ -299,7 +299,7 @@ class _MicroBatchWork:
 
 
 def resident_bytes(plan: Plan) -> int:
-    """Return the bytes of weights in the accelerators' memories before the first step, for good or in a cache."""
+    """Return the bytes of weights in the accelerators' memories before the first step: resident or cached."""
     fast = plan.accelerators
     stay = sum(each.nbytes for each in plan.weights.resident if each.memory in fast)
     return stay + filled_bytes(plan, plan.memory("accelerator").name)

@@ -186,9 +186,5 @@ def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:
 
 
 def _legend_below(axes: Axes) -> None:
-    """Draw the legend below the axes, so that it covers no data.
-
-    Args:
-        axes: the panel's `matplotlib.axes.Axes`.
-    """
+    """Draw the legend below the axes, so that it covers no data."""
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, frameon=False)

@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether `sample` returns a token for this row; the token is dropped if the prompt goes on."""
+        """True if `sample` returns a token for this row; the token is dropped if the prompt goes on."""
         return self.samples or self.following is not None
 
 

@@ -9,7 +9,7 @@ from moesched.tasks import Task
 
 
 class ObservedRouting:
-    """Records the expert counts of a run's `route` tasks, and returns these counts as a `Routing` after the run.
+    """Records the expert counts of a run's routers, and returns these counts as a `Routing` after the run.
 
     Args:
         steps: number of steps, from the first one on, whose counts are kept.
@@ -21,8 +21,8 @@ class ObservedRouting:
         self._rows: dict[int, set[int]] = {}
 
     def ended(self, task: Task) -> None:
-        """Keep the expert counts of a task whose verb is `route`, in the first `steps` steps; ignore other tasks."""
-        if task.verb == "route" and task.generated < self._steps:
+        """Keep the expert counts of `route` and `post_attention` tasks in the first `steps` steps; ignore others."""
+        if task.verb in ("route", "post_attention") and task.generated < self._steps:
             self._chosen[task.generated, task.layer, task.micro_batch] = task.value
             if task.phase == "decode":
                 self._rows.setdefault(task.micro_batch, set()).add(task.work.tokens)

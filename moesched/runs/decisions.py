@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from moesched.requests.beams import Standing
@@ -11,6 +12,7 @@ from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.scores import ScoredTokens, ScoresExperts, with_shares
 from moesched.seams import Routing
 from moesched.steps.plan import Plan
+from moesched.steps.works import ExpertsUsed
 from moesched.tasks import Preview, Task
 
 
@@ -35,14 +37,12 @@ def simulated_decisions(
         by_step: pass the routing the number of a task's step, not of tokens that its micro-batch had generated.
     """
     config = plan.layout.config
+    moment = _moment(by_step=by_step)
     chosen = routing or SeededRouting(config.routed.experts, config.routed.top_k)
     forecast = previews or RouterForecast(chosen, config.routed.experts)
     dense = {layer for layer in plan.layers if not plan.layout.experts_of(layer)}
     scored = plan.declared.scores
     scores = chosen.scores if isinstance(chosen, ScoresExperts) else None
-
-    def moment(task: Task) -> int:
-        return task.step if by_step else task.generated
 
     def with_scores(task: Task, counts: dict[int, int]) -> Mapping[int, int]:
         if scores is None or isinstance(task, Preview):
@@ -66,6 +66,28 @@ def simulated_decisions(
         return [_token(tokens[request], task.generated) for request in task.operands]
 
     return decide
+
+
+def experts_used(routing: Routing | None, *, by_step: bool = False) -> ExpertsUsed | None:
+    """Return a function of the number of experts that a task's tokens choose in its layer.
+
+    None if tokens choose experts uniformly: then the mean stands for every task, and tasks of equal size cost the same.
+
+    The arguments are those of `simulated_decisions`.
+    """
+    if routing is None or isinstance(routing, SeededRouting):
+        return None
+    moment = _moment(by_step=by_step)
+
+    def used(task: Task) -> int:
+        return len(routing.choose(moment(task), task.layer, task.micro_batch, task.work.tokens))
+
+    return used
+
+
+def _moment(*, by_step: bool) -> Callable[[Task], int]:
+    """Return the function of a task that gives the step which a routing is asked for."""
+    return attrgetter("step" if by_step else "generated")
 
 
 def _token(tokens: Sequence[int], place: int) -> int:

@@ -74,7 +74,7 @@ def run(
     Raises:
         BadInput: the plan is a pipeline, which no device runs; or it requests router scores, and the device gives none.
         NotFinite: logits are not finite before any token, as with damaged weights; the error has no report.
-        OutOfMemory: the system gave no more memory.
+        OutOfMemory: the system refused memory.
     """
     _require_runnable(plan, policy, device)
     started = time.perf_counter()

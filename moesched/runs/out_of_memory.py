@@ -13,7 +13,7 @@ from moesched.units import format_bytes
 
 @contextmanager
 def memory_refusals(plan: Plan) -> Iterator[None]:
-    """Raise OutOfMemory, with the bytes that the plan takes, where the system gives no more memory or threads.
+    """Raise OutOfMemory, with the bytes that the plan takes, where the system refuses memory or a thread.
 
     Python, torch, the system and the dynamic linker raise errors of their own for this, which are recognised.
     """

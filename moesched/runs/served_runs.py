@@ -20,7 +20,7 @@ from moesched.machines.networks import NETWORK
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.served import ServedRouting
-from moesched.runs.decisions import simulated_decisions
+from moesched.runs.decisions import experts_used, simulated_decisions
 from moesched.runs.notices import NOTICE
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.ranks import OnDevices, Rank, clock_of
@@ -84,6 +84,7 @@ def simulate_serving(
         make_engine,
         peers=[each.main.notices for each in followers],
         on_step=routing.begin if isinstance(routing, ServedRouting) else None,
+        used=experts_used(routing, by_step=True),
     )
     runs: list[ServedRun[Engine, Any]] = [run, *followers]
     ranks = [Rank(plan, setup.policy, device), *peers]
@@ -151,7 +152,7 @@ def serve_on(
 
     Raises:
         BadInput: the device or plan does not support continuous batching, or a request exceeds the capacity.
-        OutOfMemory: the system gave no more memory.
+        OutOfMemory: the system refused memory.
         TaskFailed: another node is lost, or a task failed.
     """
     serves = _serves(device)

@@ -64,7 +64,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
         capacity: the largest number of requests and tokens that could run together.
         nodes: number of machines that shared the model's experts.
         requests: requests that arrived.
-        left: requests that nobody waited for any more.
+        left: requests that were cancelled.
         seconds: from the first moment at which a request could run to the last token.
         requests_per_second: completed requests a second.
         tokens_per_second: tokens a second, of all requests.

@@ -37,7 +37,7 @@ IDLE_NOTICE_SECONDS = 5.0
 """Seconds after which other nodes learn that there are still no requests, well within the time limit of an exchange."""
 
 Ending = Literal["stop", "length", "left", "not finite"]
-"""Why a request has no more tokens: a stop token, all its tokens, nobody waits for it, or bad logits."""
+"""The reason why a request ended: a stop token, its last token, a cancellation, or bad logits."""
 
 
 class Served(msgspec.Struct):
@@ -204,7 +204,7 @@ class Serving:
         return self._run.engine.now() - self.loaded
 
     def _look(self) -> None:
-        """Take in the requests that arrived since the last call, and end those that nobody waits for any more."""
+        """Take in the requests that arrived since the last call, and end those that were cancelled."""
         now = self._now()
         news = self._arrivals.news(now)
         for request in news.came:

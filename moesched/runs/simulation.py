@@ -15,7 +15,7 @@ from moesched.machines.cost_model import CostModel
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.assembly import assemble
-from moesched.runs.decisions import simulated_decisions
+from moesched.runs.decisions import experts_used, simulated_decisions
 from moesched.runs.ending import Ending
 from moesched.runs.outcome import Outcome, Report, make_report
 from moesched.runs.ranks import Rank
@@ -56,13 +56,19 @@ def simulate(
             cover the first node only, except that each memory's peak is the highest of all nodes.
 
     Raises:
-        BadInput: `replay` is set, and durations depend on concurrent tasks.
+        BadInput: `replay` is set, and durations depend on concurrent tasks or on the routing.
         NotFixed: `replay` is set, and the policy awaits a handle. The plan cannot be run again: make a new one.
     """
     started = time.perf_counter()
     ranks = [Rank(plan, policy), *peers]
     ending = Ending()
+    used = experts_used(routing)
     if replay:
+        if used is not None:
+            raise BadInput(
+                "replay needs fixed durations, and with a routing they depend on the experts that tokens choose: "
+                "give replay=False"
+            )
         if (lanes_contend(plan) if sharing is None else sharing) or plan.machine.wired_memory is not None:
             raise BadInput(
                 "replay needs fixed durations, and with sharing they depend on concurrent tasks: give sharing=False"
@@ -79,6 +85,7 @@ def simulate(
             sharing=sharing,
             observers=observers,
             recorder=recorder,
+            used=used,
         )
         with ending:
             virtual.run()

@@ -223,7 +223,7 @@ class CountsReads(Protocol):
 
 @runtime_checkable
 class ReportsHome(Protocol):
-    """A device that knows several ways to keep weights in the host's memory."""
+    """A device that has several ways to keep weights in the host's memory, and reports the one it chose."""
 
     @property
     def weights_home(self) -> WeightsHome | None:
@@ -244,7 +244,7 @@ class ReplaysGraphs(Protocol):
     """A device that may replay graphs of kernels, whose results then stay in the device's memory."""
 
     replays: bool
-    """Whether this device replays graphs; constant."""
+    """True if this device replays graphs; constant."""
 
 
 @runtime_checkable

@@ -72,7 +72,7 @@ class Endpoint(ABC, Generic[Given]):
         request = Request(scope, receive)
         try:
             self._gate.require_room()  # before the work of reading, since a full server refuses many
-            given = read_body(await read_bytes(request), self.kind)
+            given = read_body(await read_bytes(request), self.kind, self.model.name)
             self.model.require(given.model)
             user = given.user or (request.client.host if request.client else "")
             with self._gate.entered(given.answers):

@@ -60,8 +60,10 @@ def _too_long() -> ApiError:
 Body = TypeVar("Body", bound=Generated)
 
 
-def read_body(data: bytes, kind: type[Body]) -> Body:
+def read_body(data: bytes, kind: type[Body], model: str) -> Body:
     """Decode the JSON body of a request into a struct of its fields.
+
+    model: name of the model that is served, for the error.
 
     Raises:
         ApiError: the body is not JSON, lacks a field, or has a wrong or unsupported field.
@@ -80,7 +82,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.convert(left, kind)
     except DECODE_ERRORS as error:
-        raise _of_wrong_type(reason(error), left) from error
+        raise _of_wrong_type(reason(error), left, model) from error
 
 
 def _is_taken(name: str, value: object) -> bool:
@@ -104,13 +106,14 @@ _PATH = re.compile(r"(.*?) - at `(?:key )?\$\.?(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
-def _of_wrong_type(message: str, fields: Mapping[str, Any]) -> ApiError:
+def _of_wrong_type(message: str, fields: Mapping[str, Any], model: str) -> ApiError:
     """Make the error for msgspec's message about a body's fields; it names the field at fault, and its value."""
     found = _PATH.match(message)
     fault, path = (found[1], found[2]) if found else (message, "")
     if missing := _MISSING.match(fault):
         path = ".".join(filter(None, [path, missing[1]]))
-        return bad_request(f"{path} is missing: give it", path, "missing_required_parameter")
+        remedy = f"ask for {model}" if path == "model" else "give it"
+        return bad_request(f"{path} is missing: {remedy}", path, "missing_required_parameter")
     if fault.startswith("Invalid enum value"):
         fault += f": give {' or '.join(CHOICES[path.rpartition('.')[2]])}"
     where = f"{path} is {shown(fields[path])}" if path in fields else path

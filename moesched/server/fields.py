@@ -83,7 +83,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def streams_usage(self) -> bool:
-        """Whether the answer is a stream that ends with the numbers of tokens."""
+        """True if the answer is a stream whose last event has the token counts of prompt and answer."""
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)
 
     @property

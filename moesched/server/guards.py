@@ -1,9 +1,10 @@
-"""ASGI applications that check or count requests, and pass them on to the application that answers."""
+"""ASGI applications that check, count or rewrite requests, and pass them on to the application that answers."""
 
 from __future__ import annotations
 
 import hmac
-from urllib.parse import urlsplit
+import re
+from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -83,6 +84,27 @@ class CountedResponses:
             await send(message)
 
         await self._app(scope, receive, noting)
+
+
+_ABSOLUTE = re.compile(rb"https?://([^/]+)(.*)", re.IGNORECASE)
+
+
+class WithAbsoluteTargets:
+    """Passes on requests; of a target that is a URL, as proxies send it, the host takes the place of the header `Host`.
+
+    RFC 9112, section 3.2.2, asks this of every server.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an ASGI request on to the application, with the path of its target alone."""
+        if url := _ABSOLUTE.fullmatch(scope.get("raw_path", b"")):
+            host, path = url[1], url[2] or b"/"
+            headers = [(b"host", host), *(each for each in scope["headers"] if each[0] != b"host")]
+            scope = {**scope, "path": unquote(path.decode()), "raw_path": path, "headers": headers}
+        await self._app(scope, receive, send)
 
 
 def host_of(header: str) -> str:

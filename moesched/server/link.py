@@ -116,7 +116,7 @@ class EngineLink:
         return box, [each.number for each in numbered]
 
     def leave(self, numbers: Sequence[int]) -> None:
-        """Tell the engine that nobody waits for these requests any more; those that have ended are skipped."""
+        """Tell the engine to cancel these requests; those that have ended are skipped."""
         open_ones = [number for number in numbers if self._boxes.pop(number, None) is not None]
         if open_ones and not self.ended.done():
             self._send([Leave(number) for number in open_ones])

@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Message from the front that nobody waits for a request any more: a stop string came, or the client left."""
+    """Message from the front that cancels a request: a stop string came, or the client left."""
 
     number: int
 

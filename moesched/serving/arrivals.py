@@ -15,7 +15,7 @@ class News(NamedTuple):
 
     Attributes:
         came: the requests that arrived, in order of arrival.
-        departed: the numbers of requests for whose answers nobody waits any more.
+        departed: the numbers of requests that were cancelled.
     """
 
     came: list[Request]
@@ -47,7 +47,7 @@ class ListedArrivals:
     """Requests whose arrivals are known before the run.
 
     Args:
-        departures: pairs of a request's number, and the time in nanoseconds from which nobody waits for it any more.
+        departures: pairs of a request's number, and the time in nanoseconds at which it is cancelled.
     """
 
     def __init__(self, requests: Iterable[Request], departures: Iterable[tuple[int, int]] = ()) -> None:

@@ -27,7 +27,7 @@ class LiveArrivals:
             self._wake()
 
     def remove(self, number: int) -> None:
-        """Note that nobody waits for the request with this number any more."""
+        """Cancel the request with this number: its client left, or its answer needs no more tokens."""
         with self._lock:
             self._news.departed.append(number)
             self._wake()

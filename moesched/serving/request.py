@@ -46,5 +46,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the request asks for log probabilities of its prompt's tokens."""
+        """True if the request asks for log probabilities of its prompt's tokens."""
         return self.logprobs is not None and self.logprobs.prompt

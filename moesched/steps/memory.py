@@ -68,7 +68,7 @@ class Memory(ReadOnly):
             what: the user of the bytes, the subject of the message "... needs N bytes".
             nbytes: the bytes to take.
             parts: the equal parts that the bytes consist of; None if they have none.
-            remedy: the end of the message.
+            remedy: advice for users, added at the end of that message; empty for none.
 
         Raises:
             OverBudget: fewer bytes are free.
@@ -104,7 +104,7 @@ class Memory(ReadOnly):
         Args:
             what: the user of the bytes, the subject of the message "... needs N bytes".
             parts: the equal parts that the bytes consist of; None if they have none.
-            remedy: the end of the message.
+            remedy: advice for users, added at the end of that message; empty for none.
 
         Raises:
             OverBudget: they do not fit; the message says how many parts would.

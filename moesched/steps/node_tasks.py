@@ -83,12 +83,14 @@ class NodeTasks(SplitVerbs):
 
     def _take_rows(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
         yield self._exchange("broadcast", task, ROWS), (), writes
-        task.work = self._work("take rows", task, Operations.take_rows)
+        task.work = self._works.of_task("take rows", task, Operations.take_rows)
         yield task, writes, writes
 
     def _take_tokens(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
         yield self._exchange("broadcast", task, TOKENS), (), writes
-        task.work = self._work("take tokens", task, lambda _, tokens: Amount(0, tokens * TOKEN_BYTES))
+        task.work = self._works.of_task(
+            "take tokens", task, lambda _, tokens: Amount(0, tokens * TOKEN_BYTES)
+        )
         yield task, writes, writes
 
     def _exchanged_sum(self, verb: str, task: Task, reads: Sequence[Block]) -> Iterator[SubTask]:
@@ -97,7 +99,7 @@ class NodeTasks(SplitVerbs):
         yield self._exchange(verb, task, SUM), sums, sums
 
     def _last_of_combine(self, task: Task) -> Task:
-        task.work = self._work("add residual", task, Operations.add_residual)
+        task.work = self._works.of_task("add residual", task, Operations.add_residual)
         return task
 
     def _exchange(self, verb: str, task: Task, data: str) -> Collective:

@@ -59,7 +59,7 @@ class RankTasks(SplitVerbs):
     ) -> Iterator[SubTask]:
         yield self._output_projection(task), reads, writes
         yield self._all_reduce(task, HIDDEN), writes, writes
-        task.work = self._work("experts", task, Operations.after_projection)
+        task.work = self._works.of_experts("experts", task, Operations.after_projection)
         yield task, reads, writes
         yield self._all_reduce(task, HIDDEN), writes, writes
 
@@ -67,7 +67,7 @@ class RankTasks(SplitVerbs):
         hidden = writes[:1]
         yield self._output_projection(task), reads, hidden
         yield self._all_reduce(task, HIDDEN), hidden, hidden
-        task.work = self._work("router", task, Operations.router)
+        task.work = self._works.of_task("router", task, Operations.router)
         yield task, reads, writes
 
     def _combine(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
@@ -78,12 +78,12 @@ class RankTasks(SplitVerbs):
         logits = (self._logits[task.micro_batch],)
         yield self._kernel("logits", task, task.work), reads, logits
         yield self._all_reduce(task, LOGITS), logits, logits
-        task.work = self._work("choice", task, Operations.choice)
+        task.work = self._works.of_task("choice", task, Operations.choice)
         yield task, logits, writes
 
     def _output_projection(self, task: Task) -> Kernel:
         verb = "output_projection"
-        return self._kernel(verb, task, self._work(verb, task, Operations.output_projection))
+        return self._kernel(verb, task, self._works.of_task(verb, task, Operations.output_projection))
 
     def _all_reduce(self, task: Task, reduced: str) -> Collective:
         rows = task.work.tokens

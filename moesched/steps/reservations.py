@@ -41,7 +41,7 @@ class Reservation(NamedTuple):
         nbytes: the bytes taken.
         content: the kind of contents: weights, KV cache or buffers.
         parts: the equal parts that the bytes consist of; None if they have none.
-        remedy: the end of the message.
+        remedy: advice for users, added at the end of that message; empty for none.
     """
 
     memory: str

@@ -10,6 +10,7 @@ from moesched.machines import INTERCONNECT
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page
 from moesched.requests.rows import Rows
+from moesched.steps.chosen_experts import ChosenExperts
 from moesched.steps.fixed_pages import FixedPages
 from moesched.steps.memory import Slot, counts_of, slots_of
 from moesched.steps.micro_batch import MicroBatch, chunk_of, whole_micro_batch
@@ -20,7 +21,7 @@ from moesched.steps.pool_counts import LOADED
 from moesched.steps.preview_accuracy import PreviewAccuracy
 from moesched.steps.rank_tasks import RankTasks
 from moesched.steps.verbs.table import INPUT, START, STRIDE
-from moesched.steps.works import Works
+from moesched.steps.works import ExpertsUsed, Works
 from moesched.tasks import Block, Lane, PageTransfer, Task
 
 
@@ -33,6 +34,7 @@ class RunState:
         lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
+        used: the experts that tokens use, in a simulation with a given routing; see `Works`.
 
     Attributes:
         micro_batches: the micro-batches of decode steps.
@@ -50,7 +52,14 @@ class RunState:
     """
 
     def __init__(
-        self, plan: Plan, engine: Engine, lanes: dict[str, Lane], *, steps: int | None = None, age: int = 0
+        self,
+        plan: Plan,
+        engine: Engine,
+        lanes: dict[str, Lane],
+        *,
+        steps: int | None = None,
+        age: int = 0,
+        used: ExpertsUsed | None = None,
     ) -> None:
         plan.check()
         self.steps = plan.batch.new_tokens if steps is None else steps
@@ -62,7 +71,7 @@ class RunState:
         self.stage_of = [
             stage for stage, layers in zip(self.stages, plan.stages, strict=True) for _ in layers
         ]
-        self.works = Works(plan, lanes, self.stages)
+        self.works = Works(plan, lanes, self.stages, used)
         self._age = age
         kv_roles = plan.kv.roles
         self.micro_batches = [
@@ -85,7 +94,7 @@ class RunState:
         self.stride = (len(plan.layers) + 1) * STRIDE
         self.present = list(self.prefill_batches)
         self.previews = PreviewAccuracy()
-        self.submit = self._submitter()
+        self.submit = self._submitter(counts=used is not None)
 
     @property
     def limited(self) -> bool:
@@ -239,11 +248,14 @@ class RunState:
             made[number] = chunk_of(whole, number, chunk, made.get(chunk.before), unified=self.unified)
         return list(made.values())
 
-    def _submitter(self) -> Callable[..., Task]:
+    def _submitter(self, *, counts: bool) -> Callable[..., Task]:
+        """Return the function that submits a verb's task; counts: whether a routing gives the experts in use."""
         plan, engine = self.plan, self.engine
         count = len(self.micro_batches) + len(self.prefill_batches)
         if plan.layout.config.ranks > 1:
             return RankTasks(engine, self.lanes[INTERCONNECT], self.works, count).submit
         if plan.nodes.count > 1:
             return NodeTasks(engine, self.lanes[NETWORK], plan, self.works, count).submit
+        if counts:
+            return ChosenExperts(engine, self.works).submit
         return engine.submit

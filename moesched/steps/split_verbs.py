@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 from moesched.engine import Engine
-from moesched.models.operations import Amount, Operations
 from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Decision, Kernel, Lane, Task
 from moesched.work import Work
@@ -68,18 +66,6 @@ class SplitVerbs:
     def _kernel(self, verb: str, task: Task, work: Work) -> Kernel:
         """Make a kernel that is a part of a verb, on the lane of the verb's own task."""
         return part_of(task, Kernel, task.lane, work, verb, task.operands)
-
-    def _work(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
-        """Make the `Work` (FLOPs and bytes) of one task of a split verb, with the rows and layer of the verb's task.
-
-        Args:
-            kind: the part's kind of operation.
-            task: the verb's own task.
-            amount: returns the FLOPs and bytes of the part for a number of rows.
-        """
-        number = self._works.kind_of[task.layer]
-        of_layer = partial(amount, self._works.kinds[number])
-        return self._works.work(kind, task.work.resource, task.work.tokens, of_layer, number)
 
 
 def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operands: object) -> T:

@@ -38,7 +38,7 @@ class VerbGate:
         self.thread = NOBODY
 
     def end(self) -> None:
-        """Forbid verbs on all threads for good, as the step is over."""
+        """Forbid verbs on all threads, permanently, as the step is over."""
         self._over = True
         self.thread = NOBODY
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from operator import add
+from typing import TypeAlias
 
 from moesched.machines.cost import cost_model
 from moesched.machines.cost_model import CostModel
@@ -17,7 +18,7 @@ from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan
 from moesched.steps.verbs.table import ATTENTION, CPU_ATTENTION, LOAD_KV, VERBS
-from moesched.tasks import Lane
+from moesched.tasks import Lane, Task
 from moesched.work import Work, WorkPart
 
 GROWING = tuple(verb.name for verb in VERBS if verb.grows)
@@ -26,11 +27,18 @@ GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 IN_FIXED_STEPS = ("pre_attention", "post_attention", "sample")
 """Verbs other than attention that launch no kernels in a fixed step, which `embed` launches as one CUDA graph."""
 
+ExpertsUsed: TypeAlias = Callable[[Task], int]
+"""Function that returns the number of experts which the tokens of a `post_attention` task choose."""
+
 _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
 
 class Works:
     """Makes the `Work` objects of a run (FLOPs and bytes), and sets those of a micro-batch for each of its steps.
+
+    Args:
+        used: the experts that tokens use, in a simulation with a given routing; None to take the mean of tokens that
+            choose experts uniformly.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
@@ -38,7 +46,13 @@ class Works:
         kind_of: for each layer, the number of its kind.
     """
 
-    def __init__(self, plan: Plan, lanes: Mapping[str, Lane], stages: Sequence[PipelineStage]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Mapping[str, Lane],
+        stages: Sequence[PipelineStage],
+        used: ExpertsUsed | None = None,
+    ) -> None:
         self.operations = Operations(plan.layout.config, plan.layout.dtype, _resident(plan))
         self.kinds = list(self.operations.kinds.values())
         numbers = {kind: number for number, kind in enumerate(self.operations.kinds)}
@@ -46,7 +60,8 @@ class Works:
         self._plan = plan
         self._lanes = lanes
         self._stages = stages
-        self._works: dict[tuple[str, str, int, int, bool], Work] = {}
+        self._used = used
+        self._works: dict[tuple[str, str, int, int, bool, int | None], Work] = {}
         self._moves: dict[tuple[str, str, int, int, str], tuple[Lane, Work]] = {}
         self._is_fixed = plan.machine.accelerator.replays and has_fixed_steps(plan)
 
@@ -59,6 +74,7 @@ class Works:
         layer_kind: int = 0,
         *,
         joins: bool = False,
+        used: int | None = None,
     ) -> Work:
         """Return the `Work` (FLOPs and bytes) of one kind of operation on `tokens` rows, in one kind of layer.
 
@@ -68,13 +84,41 @@ class Works:
             amount: returns FLOPs, bytes, parts and kernel rate for a number of rows.
             layer_kind: number of the kind of layer.
             joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
+            used: number of experts that `amount` counts, where it depends on the tokens' choices; else None.
         """
-        key = kind, resource, tokens, layer_kind, joins
+        key = kind, resource, tokens, layer_kind, joins, used
         work = self._works.get(key)
         if work is None:
             flops, nbytes, parts, rate = amount(tokens)
             work = self._works[key] = Work(kind, resource, flops, nbytes, tokens, parts, rate, joins)
         return work
+
+    def of_task(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
+        """Return the `Work` of one kind of operation, with the rows and the layer of a task.
+
+        amount: returns FLOPs and bytes for a number of rows.
+        """
+        number = self.kind_of[task.layer]
+        of_layer = partial(amount, self.kinds[number])
+        return self.work(kind, task.work.resource, task.work.tokens, of_layer, number)
+
+    def of_experts(
+        self, kind: str, task: Task, amount: Callable[[Operations, int, int | None], Amount]
+    ) -> Work:
+        """Return the `Work` of one kind of operation that runs all experts which the tokens of a task choose.
+
+        amount: returns FLOPs and bytes for a number of rows and the number of experts that have rows, None for its
+            mean.
+        """
+        number, work = self.kind_of[task.layer], task.work
+        operations = self.kinds[number]
+        counts = self._used if operations.layer.feed_forward.experts else None
+        used = None if counts is None else counts(task)
+
+        def of_layer(tokens: int) -> Amount:
+            return amount(operations, tokens, used)
+
+        return self.work(kind, work.resource, work.tokens, of_layer, number, joins=work.joins, used=used)
 
     def move(
         self, source: str, destination: str, nbytes: int, pieces: int = 1, *, kind: str = ""

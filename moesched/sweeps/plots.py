@@ -252,10 +252,7 @@ def _add_legend(figure: Figure, names: Sequence[str]) -> None:
 def _ranked(
     lines: Sequence[Line], names: Sequence[str], picture: Picture, figures: MachineFacts
 ) -> list[str]:
-    """Return the names of all series, from the best to the worst by each series' best value of the figure for y.
-
-    names: axes of the sweep whose values distinguish the series.
-    """
+    """Return the names of all series, from the best to the worst by each series' best value of the figure for y."""
     sign = 1.0 if METRICS[picture.y].best is min else -1.0
     tops = {
         name: min(sign * figures.value(line, picture.y) for line in members)
@@ -265,10 +262,7 @@ def _ranked(
 
 
 def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line]]:
-    """Group lines that have equal values of some axes; returns the groups by a title with these values.
-
-    names: names of the axes.
-    """
+    """Group lines that have equal values of some axes; returns the groups by a title with these values."""
     groups: dict[str, list[Line]] = {}
     for line in lines:
         told = (_told(name, axis_value(line.inputs, name)) for name in names)

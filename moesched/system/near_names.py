@@ -15,9 +15,14 @@ def nearest_of(name: str, known: Iterable[str]) -> str | None:
 def with_nearest(name: str, known: Iterable[str], remedy: str) -> str:
     """Return the remedy for an unknown name, after the question "did you mean …?" if a known name is similar.
 
+    Where the name is a list of known ones, the remedy is to give one of them.
+
     Args:
         remedy: the remedy without a similar name.
     """
+    known = list(known)
+    if all(part.strip() in known for part in name.split(",")):
+        return "name one of them; `moesched sweep` takes several values of its options"
     near = nearest_of(name, known)
     return remedy if near is None else f"did you mean {near}? Otherwise {remedy}"
 

@@ -34,12 +34,7 @@ def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 def new_file(target: Path, needed: int, smaller: str) -> Iterator[Path]:
     """Yield a path at which to make a file; it is renamed to `target` on exit, and removed if an error is raised.
 
-    Args:
-        needed: bytes that will be written.
-        smaller: the remedy if the disk has too little space, such as "ask for fewer layers".
-
-    Raises:
-        BadInput: the target is in use or cannot be created, or the disk has too little space.
+    Arguments and errors are as for `new_folder`.
     """
     with _new_path(target, needed, smaller, _refuse_existing) as partial:
         yield partial
@@ -47,13 +42,7 @@ def new_file(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 
 @contextmanager
 def _new_path(target: Path, needed: int, smaller: str, refuse: Callable[[Path], object]) -> Iterator[Path]:
-    """Yield a path at which to make a file or folder, and rename it to `target` on exit.
-
-    Args:
-        needed: bytes that will be written.
-        smaller: the remedy if the disk has too little space.
-        refuse: raises BadInput if the target is in use.
-    """
+    """Yield a path at which to make a file or folder, and rename it to `target` on exit."""
     try:
         refuse(target)
         target = Path(os.path.realpath(target))  # of a link to an empty folder the folder is replaced

@@ -45,12 +45,7 @@ class _Signals:
         self._since = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Stop the program by `deliver` at the first signal, and end the process at once at a later one.
-
-        Args:
-            number: the signal's number.
-            frame: the frame that the signal interrupted.
-        """
+        """Stop the program by `deliver` at the first signal, and end the process at once at a later one."""
         now = time.monotonic()
         if self.first is None:
             self.first, self._since, self._pending = number, now, True
@@ -84,11 +79,7 @@ class _Signals:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def lost(self, told: sys.UnraisableHookArgs) -> None:
-        """Deliver the signal again if Python ignored the exception `Stopped`, as it does in finalizers.
-
-        Args:
-            told: the argument that Python passes to `sys.unraisablehook`.
-        """
+        """Deliver the signal again if Python ignored the exception `Stopped`, as it does in finalizers."""
         if isinstance(told.exc_value, Stopped):
             self._pending = True
             self._retry()

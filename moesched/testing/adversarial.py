@@ -130,10 +130,7 @@ class Adversarial:
     def _run_experts(
         self, step: Step, i: int, j: int, experts: Sequence[int]
     ) -> Generator[Task, dict[int, int], None]:
-        """Run experts in the given order, a random part of them on the host; yield the submitted tasks.
-
-        i: number of the layer. j: number of the micro-batch. experts: numbers of the experts.
-        """
+        """Run experts in the given order, a random part of them on the host; yield the submitted tasks."""
         choose = self.random
         there = [expert for expert in experts if self.experts_on_host and choose.random() < 0.5]
         if there or (self.experts_on_host and choose.random() < 0.1):
@@ -146,10 +143,7 @@ class Adversarial:
                 yield step.load_routed(i, j)
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
-        """Run attention on a processor that can read the KV cache; yield the submitted tasks.
-
-        i: number of the layer. j: number of the micro-batch.
-        """
+        """Run attention on a processor that can read the KV cache; yield the submitted tasks."""
         kv_on_host = not step.kv_on_accelerator(j, i)
         on_host = kv_on_host and (step.phase(j) == "decode" or step.chunked or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
@@ -164,8 +158,7 @@ class Adversarial:
     def _takes_slot(self, step: Step, i: int, j: int) -> bool:
         """Decide at random whether to attend on the accelerator to a copy of the host's KV cache; if so, take a buffer.
 
-        Return False in prefill, if the cache is on the accelerator, or if no buffer is free. i: the layer. j: the
-        micro-batch.
+        Return False in prefill, if the cache is on the accelerator, or if no buffer is free.
         """
         loads = step.phase(j) == "decode" and not step.kv_on_accelerator(j, i)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
@@ -175,10 +168,7 @@ class Adversarial:
     def _attend_loaded(
         self, step: Step, i: int, j: int, early: bool
     ) -> Generator[Task, dict[int, int], None]:
-        """Run decode attention on the accelerator with a copy of the host's KV cache; yield the submitted tasks.
-
-        i: number of the layer. j: number of the micro-batch. early: whether the copy has been submitted already.
-        """
+        """Run decode attention on the accelerator with a copy of the host's KV cache; yield the submitted tasks."""
         if not early:
             yield step.load_kv(i, j)
         yield step.attention(i, j)

@@ -112,10 +112,7 @@ class _Cache:
             self._rule.previewed(number + 1, following)
 
     def run(self, step: int, number: int, layer: Layer) -> None:
-        """Use the chosen experts of a layer: count hits, and fetch the experts that are not in the cache.
-
-        step: index of the step. number: index of the layer. layer: number of tokens by expert that the router chose.
-        """
+        """Use the chosen experts of a layer: count hits, and fetch the experts that are not in the cache."""
         pages = PAGES[number]
         for expert in sorted(layer, key=lambda expert: pages[expert].id not in self._held):
             page = pages[expert]
@@ -124,10 +121,7 @@ class _Cache:
             self._rule.used(page, step, layer[expert])
 
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
-        """Put experts into the cache that are not in it; if the cache is full, the rule chooses a page to evict.
-
-        step: index of the step. number: index of the experts' layer.
-        """
+        """Put experts into the cache that are not in it; if the cache is full, the rule chooses a page to evict."""
         for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
                 continue

@@ -263,10 +263,7 @@ class _Scoring:
 
 
 def _check_lanes(name: str, recording: Recording) -> None:
-    """Check that no two tasks of one lane (queue of tasks) ran at the same time.
-
-    name: name of the policy, for messages.
-    """
+    """Check that no two tasks of one lane (queue of tasks) ran at the same time."""
     ends: dict[LaneName, int] = {}
     for each in sorted(recording.slices, key=lambda each: each.start):
         before = ends.get(each.lane, 0)

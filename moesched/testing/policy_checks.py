@@ -232,7 +232,7 @@ def run_on_symbols(
     Args:
         clock: "virtual"; "shared", on which concurrent tasks slow each other down; or "real" for real threads.
         device: the first node's device; None for a new one.
-        observers: are told of the run's tasks.
+        observers: called with each task of the run when it ends.
         peers: plans and policies of the other nodes, if several share the model.
         cost: gives durations on a virtual clock; None for the machine's own.
         stop_tokens: each of them ends its request.

@@ -131,6 +131,7 @@ class AboutData(msgspec.Struct, kw_only=True):
     clocks: dict[str, Clock] = {}
     roofs: dict[str, Roof] = {}
     costs_measured: bool = False
+    tokens_per_second: float = 0.0
 
 
 class OtherData(AboutData, kw_only=True):
@@ -248,12 +249,34 @@ def decode_trace(data: bytes, path: Path) -> TraceFile:
         BadInput: the bytes are not JSON, or not a trace that this version of moesched writes.
     """
     where = f"{path} is not a trace of moesched"
-    file = decode_json(data, TraceFile, where, "write one with --trace", most=MOST_BYTES)
+    try:
+        file = decode_json(data, TraceFile, where, "write one with --trace", most=MOST_BYTES)
+    except BadInput:
+        if _is_report(data):
+            raise BadInput(
+                f"{path} is a report, and not a trace: name the file that --trace wrote of the run"
+            ) from None
+        raise
     if file.other_data.format not in (FORMAT, SIDE_BY_SIDE):
         raise BadInput(
             f"{path}: its format is {shown(file.other_data.format)}, not {FORMAT!r}: record it again"
         )
     return file
+
+
+class _Report(msgspec.Struct):
+    """The keys that all reports of moesched have, and traces have not."""
+
+    model: str
+    machine: str
+
+
+def _is_report(data: bytes) -> bool:
+    try:
+        msgspec.json.decode(data, type=_Report)
+    except DECODE_ERRORS:
+        return False
+    return True
 
 
 def nanoseconds(text: msgspec.Raw) -> int:

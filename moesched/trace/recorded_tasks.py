@@ -32,7 +32,7 @@ by_id = attrgetter("id")
 
 
 class HasPeak(Protocol):
-    """An object that knows the most bytes used of a memory, such as the memory's ledger of reservations."""
+    """An object that records a memory's peak use, such as the memory's ledger of reservations."""
 
     @property
     def peak(self) -> int:

@@ -326,6 +326,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         clocks: corrections of the clocks of several nodes, by rank.
         roofs: limits of the machine's processors, by name; empty where they are not known.
         costs_measured: of a prediction, whether `moesched calibrate` measured the costs that it rests on.
+        tokens_per_second: all generated tokens over the time from the end of loading to the last one, also where the
+            recording lacks earlier steps; 0 if it is not known.
     """
 
     driver: Literal["virtual", "realtime"]
@@ -336,6 +338,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     clocks: dict[str, Clock] = {}
     roofs: dict[str, Roof] = {}
     costs_measured: bool = False
+    tokens_per_second: Annotated[float, Meta(ge=0, le=MOST)] = 0.0
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from msgspec.structs import replace
-
 from moesched.errors import BadInput
 from moesched.models.architectures import BY_MODEL_TYPE
 from moesched.models.config import ModelConfig
@@ -25,6 +23,7 @@ from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+QUERY_NORM = "blk.0.attn_q_norm.weight"
 MEAN_NORM_EPSILON = 1e-5
 """Epsilon of norms by mean and variance, in all published models."""
 
@@ -57,14 +56,13 @@ def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
     values = family.config_json(keys) | {
         "vocab_size": _vocabulary_size(parts, tensors[EMBEDDING], len(vocabulary.tokens), keys.vocab_size),
         "tie_word_embeddings": HEAD not in tensors,
+        "use_qk_norm": QUERY_NORM in tensors,
         "rope_scaling": rope_scaling(parts.path, keys, tensors, truncate=family.truncate),
     }
     file = ConfigFile(
         parts.path, values, gguf_name(parts.path), lambda: _dtype(tensors.values()), vocabulary.stop_tokens
     )
-    config = BY_MODEL_TYPE[values["model_type"]].read(file)
-    rotary = replace(config.attention.rotary, interleaved=family.interleaved)
-    return as_in_gguf(config.varied(rotary=rotary))
+    return as_in_gguf(BY_MODEL_TYPE[values["model_type"]].read(file))
 
 
 def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:

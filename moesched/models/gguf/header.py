@@ -126,10 +126,7 @@ class _Source:
         return layout.unpack_from(self._data, self._taken(layout.size))
 
     def broken(self, why: str) -> BadInput:
-        """Return the error for a file that is not valid.
-
-        why: the reason, in words.
-        """
+        """Return the error for a file that is not valid."""
         return BadInput(f"{self.path}: {self.about}: {why}; {RESTORE}")
 
     def _taken(self, nbytes: int) -> int:

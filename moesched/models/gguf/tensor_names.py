@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from msgspec.structs import replace
+
 from moesched.models.architectures.architecture import Stored
 from moesched.models.config import ModelConfig
-from moesched.models.gguf.families import GgufFamily
+from moesched.models.gguf.families import GGUF_FAMILIES, GgufFamily, architecture_of
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 
 DENSE = MappingProxyType({"shared_gate": "ffn_gate", "shared_down": "ffn_down", "shared_up": "ffn_up"})
@@ -43,8 +45,20 @@ A bias that is not here has the name of its matrix.
 
 
 def as_in_gguf(config: ModelConfig) -> ModelConfig:
-    """Return a copy of the configuration with experts as in GGUF files: gate and up separate, no matrix transposed."""
-    return config.varied(alternating=False, transposed_down=False)
+    """Return a copy of the configuration with matrices as in GGUF files.
+
+    The gate and up matrices of experts are separate, no matrix is transposed, and rows of queries and keys have the
+    family's order.
+
+    Raises:
+        BadInput: the model's family has no GGUF files.
+    """
+    interleaved = GGUF_FAMILIES[architecture_of(config)].interleaved
+    layers = (
+        layer.varied(rotary=replace(layer.grouped.rotary, interleaved=interleaved))
+        for layer in config.pattern
+    )
+    return replace(config, pattern=tuple(layers)).varied(alternating=False, transposed_down=False)
 
 
 def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:

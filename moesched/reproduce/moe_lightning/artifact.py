@@ -51,13 +51,7 @@ def _row(of: ArtifactRuns, run: ArtifactRun, predicted: Predicted) -> dict[str, 
 
 
 def _parts(of: ArtifactRuns, one: tuple[ArtifactRun, Predicted], other: tuple[ArtifactRun, Predicted]) -> str:
-    """Describe the prefill and decode times that two runs of the same requests imply, beside our predictions.
-
-    Args:
-        of: the system and workload of the runs.
-        one: the run with fewer generated tokens, and its prediction.
-        other: the run with more generated tokens, and its prediction.
-    """
+    """Describe the prefill and decode times that two runs of the same requests imply, beside our predictions."""
     (short, predicted), (long, _) = one, other
     step = (long.seconds - short.seconds) / (long.new_tokens - short.new_tokens)
     prefill = short.seconds - (short.new_tokens - 1) * step

@@ -32,13 +32,7 @@ LEAST, MOST = 1e-3, 10.0
 def predict_cell(
     paper: Paper, column: Column, row: Row, factors: RateFactors | None, system: System | None = None
 ) -> Predicted:
-    """Predict the throughput of one cell of the paper's tables, with the sizes that the paper prints for it.
-
-    Args:
-        column, row: the cell.
-        factors: shares of the rates that the machine's profile states; None for the profile's sustained rates.
-        system: our schedule to predict; None for the schedule of the row's system.
-    """
+    """Predict the throughput of one cell with the sizes that the paper prints; arguments as for `cell_setting`."""
     setting = cell_setting(paper, column, row, factors, system)
     return predict(setting, row.micro_batches, row.micro_batch_size)
 

@@ -47,11 +47,7 @@ def memory_section(paper: Paper, factors: RateFactors, on_progress: Callable[[st
 def _by_batch(
     paper: Paper, factors: RateFactors, system: str, on_progress: Callable[[str], None]
 ) -> Callable[[int], Predicted]:
-    """Return a function that takes a number of micro-batches, and predicts the system's throughput with them.
-
-    Args:
-        system: a name in `SYSTEMS`.
-    """
+    """Return a function that takes a number of micro-batches, and predicts the system's throughput with them."""
 
     @cache
     def reached(micro_batches: int) -> Predicted:

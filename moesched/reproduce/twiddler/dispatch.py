@@ -210,11 +210,7 @@ def _over_best(rows: Rows, ours: str) -> list[float]:
 
 
 def _by_configuration(rows: Rows, key: str) -> list[dict[str, float]]:
-    """Return a figure of every policy, by its name, for each configuration of environment, lengths and beams.
-
-    Args:
-        key: key of the figure in the rows.
-    """
+    """Return a figure of every policy, by its name, for each configuration of environment, lengths and beams."""
     found: dict[tuple[Value, ...], dict[str, float]] = {}
     for row in rows:
         where = tuple(row[name] for name in ("environment", "input", "output", "width") if name in row)

@@ -338,13 +338,7 @@ def _submit_kernels(
     after: Sequence[Task] = (),
     priority_class: int = DEMAND,
 ) -> Task:
-    """Submit a task: a transfer of pages with `priority_class`, any other task with `kernel_class`.
-
-    Args:
-        submit: submits a task to the engine.
-        reads, writes: blocks of data that the task reads and writes.
-        after: further tasks that the task waits for.
-    """
+    """Submit a task: a transfer of pages with `priority_class`, any other task with `kernel_class`."""
     if not isinstance(task, PageTransfer):
         priority_class = kernel_class
     return submit(task, reads, writes, after, priority_class)

@@ -71,10 +71,7 @@ class Outlook(Verbs):
         return 0.0 if found is None else (ends.lanes.get(found, now) - now) / 1e9
 
     def _expected(self, question: str, *asked: Task) -> tuple[int, ExpectedEnds]:
-        """Return the time now in nanoseconds, and the expected ends of all tasks, `asked` included.
-
-        question: the calling method's name, for messages.
-        """
+        """Return the time now in nanoseconds, and the expected ends of all tasks, `asked` included."""
         state = self._state
         with self._look(question) as now:
             return now, expected_ends(state.lanes.values(), asked, now, state.works.price)

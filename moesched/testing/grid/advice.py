@@ -98,10 +98,7 @@ def _of_free_memory(case: str, memory: Memory, transfers: Sequence[PageTransfer]
 
 
 def _of_repeats(case: str, transfers: Sequence[PageTransfer]) -> Iterator[Advice]:
-    """Yield advice for each line of the policy that moves a page to a memory for a second time in one decode step.
-
-    case: name of the case, for the advice. transfers: the tasks that moved pages in steps.
-    """
+    """Yield advice for each line of the policy that moves a page to a memory for a second time in one decode step."""
     seen: set[tuple[int, str, int]] = set()
     repeated: Counter[str] = Counter()
     first: dict[str, str] = {}

@@ -115,7 +115,7 @@ def simulate_cell(
     Args:
         name: the policy's name, or file.py:Class.
         settings: the policy's settings by name.
-        observers: are told of the run's tasks.
+        observers: called with each task of the run when it ends.
         recorder: records the run; None for no recording.
 
     Raises:
