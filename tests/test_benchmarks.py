@@ -116,15 +116,16 @@ def test_a_result_is_older_than_the_code_if_a_source_changed_or_none_was_recorde
     assert not changed_since(ENGINE, time.time() + 60)
 
 
-BEFORE = '"""Adds."""\n\nx = 1  # a number\n'
+BEFORE = '"""Adds."""\n\nx = 1  # a number\ny = "#1"\n'
 
 
 @pytest.mark.parametrize(
     ("after", "same"),
     [
-        ('"""Adds two."""\n# nothing\n\n\nx = 1\n', True),
-        ("x = 2\n", False),
-        ("if x:\n    x = 1\n", False),
+        ('"""Adds two."""\n# "nothing\n\n\nx = 1\ny = "#1"\n', True),
+        ('x = 2\ny = "#1"\n', False),
+        ('x = 1\ny = "#2"\n', False),
+        ('if x:\n    x = 1\ny = "#1"\n', False),
     ],
 )
 def test_comments_docstrings_and_blank_lines_are_no_code(tmp_path: Path, after: str, same: bool) -> None:

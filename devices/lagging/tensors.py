@@ -103,7 +103,7 @@ class Operations:
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out torch's call `func(*args, **kwargs)` on tensors of host or GPUs; returns the call's result."""
         self._caller.inferring = torch.is_inference_mode_enabled()
-        with torch._C.DisableTorchFunction(), torch.inference_mode():
+        with torch._C.DisableTorchFunction(), torch._C._InferenceMode(True):
             name = getattr(func, "__name__", "")
             if name in ("to", "cpu", "copy_"):
                 return self._move(func, name, args, kwargs)
