@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import atexit
 import hashlib
+import io
 import os
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -28,12 +30,6 @@ IMPORTS = "MOESCHED_IMPORTS"
 DATA = {".c", ".css", ".csv", ".h", ".html", ".js", ".toml"}
 PRESENTING = {"claims", "tables"}
 NOT_MEASURED = ("benchmarks/__init__.py", "benchmarks/record/", "benchmarks/pages/")
-COMMENT = re.compile(
-    r"""(?P<string>\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3}"""
-    r"""|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|\#[^\n]*""",
-    re.DOTALL,
-)
-"""A comment, or a string, which may have a # inside."""
 ONLY_NAMED = ("benchmarks/", "tests/")
 """Folders of which a data file counts only where a module has its name."""
 
@@ -135,8 +131,12 @@ def _meaning(file: Path) -> str:
 @cache
 def _python(text: str, *, presents: bool) -> str:
     """Lines of code; as text, so that it is the same in all versions of Python."""
-    lines = COMMENT.sub(lambda found: found["string"] or "", text).splitlines()
-    for node in _statements(ast.parse(text)):
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -146,14 +146,6 @@ def _python(text: str, *, presents: bool) -> str:
         if presents and isinstance(node, ast.FunctionDef) and node.name in PRESENTING:
             _blank(lines, node)
     return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def _statements(of: ast.AST) -> Iterator[ast.AST]:
-    """Statements in a module or statement at any depth; expressions have none."""
-    for each in ast.iter_child_nodes(of):
-        if not isinstance(each, ast.expr):
-            yield each
-            yield from _statements(each)
 
 
 def _blank(lines: list[str], node: ast.stmt) -> None:
