@@ -20,7 +20,8 @@ from moesched.cluster.roster import Node
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import TransportError
 from moesched.inputs.options import SizeOptions
-from moesched.seams import Exchange
+from moesched.seams import Abandons, Exchange
+from moesched.testing.transport_checks import check_transport
 from moesched.transports.inproc import InprocTransport
 from patience import PATIENCE_SECONDS
 from test_roster import FakeProcess
@@ -98,6 +99,16 @@ def test_a_node_that_has_loaded_first_does_not_wait_within_an_exchange() -> None
         assert np.array_equal(exchange.result(PATIENCE_SECONDS), PART)
     assert np.array_equal(metered.all_reduce(0, Exchange(1), PART), PART)
     asyncio.run(metered.aclose())
+
+
+def test_a_nodes_transport_keeps_the_promises_of_the_one_that_it_wraps() -> None:
+    def begun(ranks: int) -> list[Metered]:
+        metered = Metered(InprocTransport(ranks), lambda: None)
+        metered.begin()
+        return [metered] * ranks
+
+    assert isinstance(begun(1)[0], Abandons)
+    check_transport(begun)
 
 
 def test_a_node_that_waits_for_slower_ones_ends_with_its_epoch() -> None:

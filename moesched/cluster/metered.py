@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 from moesched.errors import TransportError
-from moesched.seams import Exchange, Transport
+from moesched.seams import Abandons, Exchange, Transport
 from moesched.system.own_loop import run_on_own_loop
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class Metered:
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
         """Return all ranks' `part`s on the rank `root`, None on the other ranks; `rank` is the number of this rank."""
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
+
+    def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
+        """End an exchange with an error that gives the reason, on the ranks that wait for `rank`, if they can be told."""
+        if isinstance(self._transport, Abandons):
+            self._transport.abandon(rank, exchange, reason)
 
     def begin(self) -> None:
         """Allow the first exchange. Any thread may call this."""
