@@ -52,7 +52,7 @@ class Metered:
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """End an exchange with an error that gives the reason, on the ranks that wait for `rank`, if they can be told."""
+        """End an exchange on the ranks that wait for `rank`, with an error that has the reason, if they can hear it."""
         if isinstance(self._transport, Abandons):
             self._transport.abandon(rank, exchange, reason)
 
