@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -269,6 +270,24 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(case: Case) -> None:
     for row in (0, 6, ROWS - 1):
         alone = case(triton_launches, data, [row])[0]
         assert torch.equal(alone, among[row][: len(alone)])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("sum_to_one", [False, True])
+def test_a_bad_router_gives_experts_that_exist_and_weights_that_are_no_numbers(
+    bad: float, sum_to_one: bool
+) -> None:
+    data = Data(torch.float32, 1)
+    hidden_TD, x_TD = data.tensor("hidden", 3, WIDTH), data.out(3, WIDTH)
+    table, [router] = data.stack("router", EXPERTS, WIDTH)
+    router[1] = bad
+    experts_Tk, weights_Tk = data.out(3, TOP_K, dtype=torch.int64), data.out(3, TOP_K, dtype=torch.float32)
+    given = hidden_TD, data.tensor("norm", WIDTH), table, [router], EPS, False, sum_to_one
+    with np.errstate(invalid="ignore"):
+        triton_launches.route(*given, x_TD, experts_Tk, weights_Tk, data.out(3, EXPERTS, dtype=torch.float32))
+    assert ((experts_Tk >= 0) & (experts_Tk < EXPERTS)).all()
+    assert (experts_Tk[:, 0] < experts_Tk[:, 1]).all()
+    assert weights_Tk.isnan().all()
 
 
 @pytest.mark.parametrize("case", [attention_inputs, output_projection, route, experts, logits])

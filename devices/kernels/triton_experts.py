@@ -83,13 +83,17 @@ def route(
             total += weights.to(tl.float32) * x.to(tl.float32)[None, :]
     logits = tl.sum(total, 1)
     tl.store(logits_TE + t * EXPERTS + e, logits, e < EXPERTS)
-    logits = tl.where(e < EXPERTS, logits, float("-inf"))
-    left = logits
+    # With ranks that are finite, TOP_K experts are chosen for any logits: no write is beyond the token's own results.
+    ranks = tl.where(e < EXPERTS, tl.where(logits > -3e38, logits, -3e38), float("-inf"))
+    left = ranks
     for _ in tl.static_range(TOP_K):
         left = tl.where(e == tl.argmax(left, 0), float("-inf"), left)
-    chosen = (left != logits) & (e < EXPERTS)
+    chosen = left != ranks
+    bad = tl.sum(((logits != logits) & (e < EXPERTS)).to(tl.int32), 0) > 0
+    logits = tl.where(e < EXPERTS, logits, float("-inf"))
     powers = tl.exp(logits - tl.max(logits, 0))
     weight = powers / tl.sum(tl.where(chosen, powers, 0.0) if SUM_TO_ONE else powers, 0)
+    weight = tl.where(bad, float("nan"), weight)
     at = t * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(experts_Tk + at, e.to(tl.int64), chosen)
     tl.store(weights_Tk + at, weight, chosen)
