@@ -292,6 +292,12 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     (CHAT, {"model": "fake", "messages": [{"role": "user"}]}, "messages[0].content", "is missing: give it"),
     (CHAT, {"model": "fake", "messages": HELLO, "tools": [{"type": "function"}]}, "tools", "omit it"),
     (CHAT, {"model": "fake", "messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+    (
+        CHAT,
+        {"model": "fake", "messages": HELLO, "stream_options": {"include_usage": True}},
+        "stream_options",
+        "needs stream: true",
+    ),
     (CHAT, {"model": "fake", "messages": HELLO, "max_tokens": 0}, "max_tokens", "max_tokens is 0"),
     (
         CHAT,

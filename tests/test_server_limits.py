@@ -144,10 +144,20 @@ def test_the_longest_body_with_the_most_answers_fits_into_a_frame_to_the_engine(
     assert [*Frames(ToEngine).feed(LENGTH.pack(MOST_BYTES * MOST_CHOICES))] == [], "the rest is waited for"
 
 
-async def test_a_body_that_is_not_said_to_be_json_is_refused(server: Server) -> None:
-    response = await server.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
+@pytest.mark.parametrize(
+    ("headers", "remedy"),
+    [
+        ({"content-type": "text/plain"}, "Content-Type: application/json"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, "without Content-Encoding"),
+    ],
+    ids=["text", "gzip"],
+)
+async def test_a_body_that_is_not_said_to_be_plain_json_is_refused(
+    headers: dict[str, str], remedy: str, server: Server
+) -> None:
+    response = await server.http.post(CHAT, content=b"{}", headers=headers)
     assert response.status_code == 415
-    assert "Content-Type: application/json" in response.json()["error"]["message"]
+    assert remedy in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,13 +28,18 @@ async def read_bytes(request: Request) -> bytes:
     """Read the body of a request; a body that is too long is refused before all of it has arrived.
 
     Raises:
-        ApiError: the content type is not JSON, or the body is longer than MOST_BYTES.
+        ApiError: the content type is not JSON, the body is compressed, or it is longer than MOST_BYTES.
         ClientLeft: the client has closed the connection.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
             415, f"the body is {kind or 'of no type'}: send JSON, with Content-Type: application/json"
+        )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415, f"the body is encoded as {shown(coding)}: send JSON as it is, without Content-Encoding"
         )
     announced = request.headers.get("content-length", "0")
     if int(announced) > MOST_BYTES:  # h11 has checked that it is a number

@@ -83,8 +83,15 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def streams_usage(self) -> bool:
-        """True if the answer is a stream whose last event has the token counts of prompt and answer."""
-        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+        """True if the answer is a stream whose last event has the token counts of prompt and answer.
+
+        Raises:
+            ApiError: the counts are asked for, and the answer is no stream.
+        """
+        asked = self.stream_options is not None and bool(self.stream_options.include_usage)
+        if asked and not self.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
+        return asked
 
     @property
     def stops(self) -> tuple[str, ...]:

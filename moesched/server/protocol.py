@@ -65,7 +65,10 @@ class TimedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP with status 400, without `msg`; if an answer has begun, only disconnect."""
-        if self.conn.our_state is h11.IDLE:
+        if self.conn.our_state is h11.SEND_RESPONSE:  # a body went wrong: its request gets no other answer
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             length = str(len(NOT_HTTP)).encode()
             headers = [
                 (b"content-type", b"application/json"),
