@@ -140,9 +140,10 @@ def tokens_of(routed: Routed) -> Mapping[int, int]:
 def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterable[int]) -> dict[int, float]:
     """Map each expert to the seconds that its tokens take, if each micro-batch's tokens run on their own.
 
-    latency: function from a number of tokens to seconds.
-    routed: for each micro-batch, the number of its tokens that chose each expert.
-    experts: the experts to compute the seconds of.
+    Args:
+        latency: function from a number of tokens to seconds.
+        routed: for each micro-batch, the number of its tokens that chose each expert.
+        experts: the experts to compute the seconds of.
     """
     if len(routed) == 1:
         [chosen] = routed.values()
