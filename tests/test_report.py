@@ -316,7 +316,9 @@ def test_each_batch_of_a_run_has_its_page(command: Any, no_text: Path, tmp_path:
     for name in ("report.html", "report.batch2.html"):
         texts = PageElements((tmp_path / name).read_text()).texts
         assert any(text.startswith("measured on ") for text in texts["p"])
-        assert "Measured beside expected, by kind of task" not in texts["h2"], "this machine is not calibrated"
+        assert "Measured beside expected, by kind of task" not in texts["h2"], (
+            "this machine is not calibrated"
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.batch2.html", "report.html"]
 
 
