@@ -248,7 +248,7 @@ def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
         metavar=option.metavar,
         help=option.help,
         negative="",
-        show_default=None if default not in ("", ()) else False,
+        show_default=False if default is False or default in ("", ()) else None,
         consume_multiple=option.many or None,
         **grouped,
     )
