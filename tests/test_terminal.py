@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,13 @@ def test_the_examples_of_a_command_can_be_pasted_and_its_options_are_whole(name:
     shown = printed.text.split()
     assert all(option.flag in shown for option in options_of(name) if option.flag)
     assert "False]" not in shown, "a switch that is off needs no default"
+
+
+def test_the_first_screen_of_help_gives_each_command_two_lines_at_most() -> None:
+    with terminal("stdout") as printed:
+        assert main(["--help"]) == 0
+    lines = printed.text.splitlines()
+    assert not [below for above, below in pairwise(lines) if above.startswith("│   ") and below.startswith("│   ")]
 
 
 def test_the_first_examples_can_be_pasted() -> None:
