@@ -191,7 +191,9 @@ def test_the_first_screen_of_help_gives_each_command_two_lines_at_most() -> None
     with terminal("stdout") as printed:
         assert main(["--help"]) == 0
     lines = printed.text.splitlines()
-    assert not [below for above, below in pairwise(lines) if above.startswith("│   ") and below.startswith("│   ")]
+    assert not [
+        below for above, below in pairwise(lines) if above.startswith("│   ") and below.startswith("│   ")
+    ]
 
 
 def test_the_first_examples_can_be_pasted() -> None:

@@ -123,7 +123,11 @@ def _refused_arguments(error: BaseException, having: Callable[[str], Sequence[st
         if others := having(flag):
             command = " ".join(error.command_chain)
             return f"{command} has no {flag}, an option of {', '.join(others)}. See moesched {command} --help"
-    if isinstance(error, MissingArgumentError) and not (error.unused_tokens or [""])[0].startswith("-"):
+    if (
+        isinstance(error, MissingArgumentError)
+        and not error.tokens_so_far
+        and "Did you mean" not in str(error)
+    ):
         return _needed(error)
     if isinstance(error, UnusedCliTokensError):
         command, (first, *_) = " ".join(error.command_chain or ()), error.unused_tokens or [""]
@@ -150,13 +154,17 @@ def _same_option(error: UnknownOptionError) -> str | None:
 
 
 def _needed(error: MissingArgumentError) -> str:
-    """Return the message for a missing argument: its name, its meaning, and a guess if a value had no option."""
+    """Return the message for a missing argument or value: name, meaning, and a guess if a value had no option."""
     command, argument = " ".join(error.command_chain or ()), error.argument
     assert argument is not None
     choices = ", ".join(argument.get_choices() or ())
     meaning = f"{argument.parameter.help or ''} {choices and f'One of {choices}.'}"
-    meant = f"Did you mean {argument.name} {error.unused_tokens[0]}? " if error.unused_tokens else ""
-    return f"{command} needs {argument.name}: {meaning} {meant}See moesched {command} --help"
+    help = f"See moesched {command} --help"
+    if error.keyword:
+        return f"{error.keyword} needs a value: {meaning} {help}"
+    [first, *_] = error.unused_tokens or [""]
+    meant = f"Did you mean {argument.name} {first}? " if first and not first.startswith("-") else ""
+    return f"{command} needs {argument.name}: {meaning} {meant}{help}"
 
 
 def tell(message: str) -> None:
