@@ -243,7 +243,13 @@ def test_the_first_step_of_a_trimmed_trace_has_no_say_in_the_mean() -> None:
     [
         (b"not JSON", "is not a JSON object"),
         (b"[1, 2]", "is not a JSON object"),
-        (b"{}", "is not the report of a run: Object missing required field `lanes`"),
+        (b"{}", "is neither the trace nor the report of a run: name a file that"),
+        (b'{"ttft": 3}', "is not the report of a run: Expected `object"),
+        (
+            b'{"plan": {}, "ranking": []}',
+            "is what `moesched plan` found.*: compare the reports of `moesched simulate",
+        ),
+        (b'{"nodes": 2, "ways": []}', "is what `moesched plan` found"),
         (b'{"lanes": 3}', "is not the report of a run: Expected `object`"),
         (b'{"traceEvents": []}', "is not a trace of moesched"),
         (b"\x1f\x8b\x00", "cannot read"),
@@ -289,6 +295,37 @@ def test_a_trace_has_the_rate_of_its_report(more: list[Any], command: Any, tmp_p
     assert rate[0] in (report.get("throughput_tokens_per_second"), report.get("tokens_per_second"))
 
 
+def test_requests_that_arrive_over_time_are_compared_by_the_times_of_requests(
+    command: Any, tmp_path: Path
+) -> None:
+    job = [*SIMULATE, "--arrivals", "poisson:100", "--requests", 8, "--slo", "ttft=1s"]
+    reports = {policy: tmp_path / f"{policy}.json" for policy in ("resident", "cgopipe")}
+    made = {
+        name: command(*job, "--policy", name, "--report", file, "--json").json
+        for name, file in reports.items()
+    }
+    said = command("compare", *reports.values(), "--report", tmp_path / "page.html")
+    medians = {name: report["ttft"]["p50"] for name, report in made.items()}
+    best = min(medians, key=medians.__getitem__)
+    assert said.out.startswith(f"Least median time to the first token: {best} ({best}.json) with ")
+    rows = command("compare", *reports.values(), "--json").json["rows"]
+    found = {(row["section"], row["name"], row["what"]): row["values"] for row in rows}
+    assert found["request", "to the first token", "p50"] == list(medians.values())
+    assert found["total", "objectives", "goodput"] == [report["goodput"] for report in made.values()]
+    assert found["total", "throughput", "rate"] == [report["tokens_per_second"] for report in made.values()]
+
+
+def test_both_times_without_loading_count_from_the_first_task(command: Any, tmp_path: Path) -> None:
+    early = recording(fetch=1000)
+    late = replace(early, slices=[replace(each, start=500, end=1500) for each in early.slices])
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        write_trace(file, late, MEASURED)
+    told, reason, *_ = command("compare", *files).out.splitlines()
+    assert "Least time without loading: P (a.json) with 1 µs, " in told
+    assert "b.json (measured) took 1 µs and a.json (measured) 1 µs" in reason
+
+
 def test_compare_says_why_and_shows_a_run_beside_its_replay(command: Any, tmp_path: Path) -> None:
     trace, both = tmp_path / "trace.json", tmp_path / "both.json"
     command(*SIMULATE, "--policy", "cgopipe", "--batch-size", 4, "--gen", 3, "--trace", trace)
@@ -316,5 +353,5 @@ def test_compare_wants_two_files_of_ours(command: Any, tmp_path: Path) -> None:
     refused(command("compare", tmp_path / "other.json"), "1 run given: name two")
     refused(
         command("compare", tmp_path / "other.json", tmp_path / "other.json"),
-        r"other\.json is not the report of a run",
+        r"other\.json is neither the trace nor the report of a run",
     )

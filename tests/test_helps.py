@@ -104,6 +104,9 @@ def test_run_and_simulate_show_the_bottleneck_and_what_would_help(
         assert "\nbottleneck: " in said
         assert "\nWhat would help\n" in said
         assert "would save" in said
+        assert ("explain TRACE" in said) == (
+            "\nTRACE is the file that --trace of this command writes.\n" in said
+        )
     only_figures = (command(*job, "--no-helps", "--json"), command(*run, "--no-helps", "--json"))
     for said in only_figures:
         assert (said.json["bottleneck"], said.json["helps"]) == (None, [])

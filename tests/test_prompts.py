@@ -77,6 +77,14 @@ def test_lines_that_are_no_prompts_are_left_out_where_somebody_is_told(tmp_path:
     assert re.search(r"prompts\.jsonl:3: .*; lines 5, 6 are not prompts either; they are skipped", line)
 
 
+def test_two_lines_that_are_no_prompts_are_told_in_the_singular(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{\n{\n')
+    told: list[str] = []
+    read_prompts(file, told.append)
+    assert told[0].endswith("; line 3 is not a prompt either; they are skipped, and the other prompts run")
+
+
 def test_a_file_without_one_good_line_is_refused_whoever_is_told(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("{\n[]\n")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from moesched.models.networks import Router
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
 from moesched.models.rotary import Rotary
-from odd_models import GPT_OSS
+from odd_models import GPT_OSS, GRANITE
 from small_models import SMALL_DBRX, TINY
 
 DENSE = TINY.varied(experts=1, top_k=1, window=16, tied_embeddings=True, form="llama")
@@ -127,6 +128,16 @@ def test_layers_that_no_config_json_describes_are_refused(config: ModelConfig, t
     with pytest.raises(BadInput, match=said):
         write_random_model(config, tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("name", ["m", "m.gguf"])
+def test_factors_outside_the_layers_are_written_or_refused(name: str, tmp_path: Path) -> None:
+    factors: dict[str, Any] = {"embedding_factor": 3.3, "logits_factor": 1 / 7.3}
+    granite = read_config(write_random_model(GRANITE.varied(**factors), tmp_path / name))
+    assert {each: getattr(granite, each) for each in factors} == pytest.approx(factors, rel=1e-6)
+    with pytest.raises(BadInput, match=r"of the family mixtral has embedding_factor and logits_factor"):
+        write_random_model(TINY.varied(**factors), tmp_path / f"other-{name}")
+    assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
 def test_shards_hold_at_most_what_was_asked_and_the_index_names_them_all(tmp_path: Path) -> None:

@@ -342,11 +342,12 @@ def test_a_run_that_fails_has_a_page_with_the_reason(command: Any, no_text: Path
 def test_a_page_replaces_no_input_and_no_other_output(command: Any, tmp_path: Path) -> None:
     trace, page = tmp_path / "trace.html", tmp_path / "page.html"
     job = (*SIMULATE, "--policy", "cgopipe", "--batch-size", 2, "--gen", 2)
-    command(*job, "--trace", trace)
+    command(*job, "--trace", trace.with_suffix(".json"))
+    trace.with_suffix(".json").rename(trace)
     before = trace.read_bytes()
     for arguments in (("explain", trace), ("compare", trace, trace)):
         refused(command(*arguments, "--report", trace), "trace.html, which this command reads")
-    refused(command(*job, "--trace", page, "--report", page), "the trace goes there")
+    refused(command(*job, "--trace", page, "--report", page), "a trace is JSON: end its name in .json")
     assert trace.read_bytes() == before
     assert not page.exists()
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,12 @@ def test_titles_are_wrapped_before_cells_stand_one_below_the_other() -> None:
     assert printed.text.splitlines()[-1].split() == ["decode", *["1" * 16] * 4]
 
 
+def test_cells_of_columns_without_a_title_name_the_row_in_a_narrow_terminal() -> None:
+    with terminal("stdout", columns=28) as printed:
+        print_table(["", "", "a.json (measured)"], [["decode step", "time", "1.5 ms"]], figures=1)
+    assert printed.text.splitlines() == ["decode step time", "  a.json (measured)  1.5 ms"]
+
+
 def test_sentences_end_their_lines_between_words() -> None:
     with terminal("stdout", columns=20) as printed:
         say("ok  memory: 24 GB of host->gpu")
@@ -177,6 +184,16 @@ def test_the_examples_of_a_command_can_be_pasted_and_its_options_are_whole(name:
     assert example.strip() in "\n".join(line.rstrip() for line in printed.text.splitlines())
     shown = printed.text.split()
     assert all(option.flag in shown for option in options_of(name) if option.flag)
+    assert "False]" not in shown, "a switch that is off needs no default"
+
+
+def test_the_first_screen_of_help_gives_each_command_two_lines_at_most() -> None:
+    with terminal("stdout") as printed:
+        assert main(["--help"]) == 0
+    lines = printed.text.splitlines()
+    assert not [
+        below for above, below in pairwise(lines) if above.startswith("│   ") and below.startswith("│   ")
+    ]
 
 
 def test_the_first_examples_can_be_pasted() -> None:

@@ -49,7 +49,7 @@ def compare_runs(
         shown = [TitledRun(run.title, *trace_of(run, "--trace shows")) for run in runs]
         write_side_by_side(trace, shown)
     measures = dict.fromkeys(measure for run in runs for measure in run.values)
-    order = ("total", "lane", "kind", "memory")
+    order = ("total", "request", "lane", "kind", "memory")
     return Comparison(
         runs=[
             Title(

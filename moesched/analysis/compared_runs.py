@@ -18,8 +18,8 @@ from moesched.trace.chrome_reader import MOST_BYTES, Trace, read_bytes, read_tra
 from moesched.trace.recording import About, Recording, phase_of
 from moesched.trace.summary import KindUse, summarize
 
-Section = Literal["total", "lane", "kind", "memory"]
-Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
+Section = Literal["total", "request", "lane", "kind", "memory"]
+Unit = Literal["s", "share", "tokens/s", "requests/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
 
 
 class Measure(msgspec.Struct, frozen=True):
@@ -33,6 +33,10 @@ class Measure(msgspec.Struct, frozen=True):
 
 THROUGHPUT = Measure("total", "throughput", "rate", "tokens/s")
 """All generated tokens over the time from the end of loading."""
+TO_FIRST_TOKEN = "to the first token"
+BETWEEN_TOKENS = "between tokens"
+"""Names of the times of requests that arrive over time."""
+REMEDY = "name a file that --trace or --report of a run or a simulation wrote"
 
 
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,17 +67,24 @@ def read_run(path: Path | str) -> ComparedRun:
         BadInput: the file is neither a trace nor a report.
     """
     path = Path(path)
-    data = read_bytes(path)
+    data = read_bytes(path, REMEDY)
     where = f"{path} is not a JSON object"
-    remedy = "name a file that --trace or --report wrote"
-    content = decode_json(data, dict[str, msgspec.Raw], where, remedy, most=MOST_BYTES)
+    content = decode_json(data, dict[str, msgspec.Raw], where, REMEDY, most=MOST_BYTES)
     title = plain_text(path.name)
     if "traceEvents" in content:
         recording, about = read_trace(path)
         return run_of_recording(title, recording, about)
     where = f"{path} is not the report of a run"
-    report = decode_json(data, _Report, where, "name its trace, or the report of a batch", most=MOST_BYTES)
-    return _run_of_report(title, report)
+    if "ttft" in content:
+        return _run_of_service(title, decode_json(data, _ServiceReport, where, REMEDY, most=MOST_BYTES))
+    if not content.keys().isdisjoint(("ranking", "ways")):
+        raise BadInput(
+            f"{path} is what `moesched plan` found, and not the report of a run: compare the reports of "
+            "`moesched simulate --report`, one for each policy"
+        )
+    if "lanes" not in content:
+        raise BadInput(f"{path} is neither the trace nor the report of a run: {REMEDY}")
+    return _run_of_report(title, decode_json(data, _Report, where, REMEDY, most=MOST_BYTES))
 
 
 def run_of_recording(title: str, recording: Recording, about: About) -> ComparedRun:
@@ -194,6 +205,56 @@ def _run_of_report(title: str, report: _Report) -> ComparedRun:
         machine=report.machine,
         values=values,
         costs_measured=report.costs_measured,
+    )
+
+
+class _Percentiles(msgspec.Struct):
+    p50: float
+    p90: float
+    p99: float
+
+
+class _ServiceReport(msgspec.Struct, kw_only=True):
+    """The fields of a JSON report on requests that arrive over time that are compared."""
+
+    seconds: float
+    requests_per_second: float
+    tokens_per_second: float
+    ttft: _Percentiles | None
+    tpot: _Percentiles | None = None
+    pause: _Percentiles | None = None
+    waited: _Percentiles | None = None
+    kept: float | None = None
+    goodput: float | None = None
+    measured: bool = False
+    policy: str = ""
+    model: str = ""
+    machine: str = ""
+
+
+def _run_of_service(title: str, report: _ServiceReport) -> ComparedRun:
+    values = _totals(None, None, None, report.seconds)
+    values[THROUGHPUT] = report.tokens_per_second
+    values[Measure("total", "requests", "rate", "requests/s")] = report.requests_per_second
+    if report.kept is not None and report.goodput is not None:
+        values[Measure("total", "objectives", "kept", "share")] = report.kept
+        values[Measure("total", "objectives", "goodput", "requests/s")] = report.goodput
+    times = {
+        "to a place": report.waited,
+        TO_FIRST_TOKEN: report.ttft,
+        BETWEEN_TOKENS: report.tpot,
+        "between tokens, longest": report.pause,
+    }
+    for name, found in times.items():
+        for what in found.__struct_fields__ if found is not None else ():
+            values[Measure("request", name, what, "s")] = getattr(found, what)
+    return ComparedRun(
+        title=title,
+        figures="measured" if report.measured else "predicted",
+        policy=report.policy,
+        model=report.model,
+        machine=report.machine,
+        values=values,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from moesched.analysis.compared_runs import Section, Unit
+from moesched.analysis.compared_runs import BETWEEN_TOKENS, TO_FIRST_TOKEN, Section, Unit
 from moesched.analysis.difference import Cause, Difference
 from moesched.analysis.published import PUBLISHED_PREFILLS
 from moesched.system.cells import html_of
@@ -87,29 +87,49 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         """Describe which run was the fastest, how much slower the others were, and the busiest lane of each.
 
         The fastest run took the least time or, if the runs generated different numbers of tokens, had the most tokens a
-        second. The text is empty if models differ, if only some runs are predicted, or if one is a replay.
+        second. Requests that arrive over time are told by the medians of their times to the first token and between
+        tokens. The text is empty if models differ, if only some runs are predicted or have requests that arrive over
+        time, or if one is a replay.
         """
+        alike = len({(run.model, run.figures) for run in self.runs}) == 1
+        if not alike or any(run.replayed for run in self.runs):
+            return ""
+        if any(self._figure("request", TO_FIRST_TOKEN, "p50")):
+            return " ".join(filter(None, map(self._by_median, (TO_FIRST_TOKEN, BETWEEN_TOKENS))))
         whole, load = (self._figure("total", name, "time") for name in ("run", "load"))
         took = {
             place: seconds - (loading or 0.0)
             for place, (seconds, loading) in enumerate(zip(whole, load, strict=True))
             if seconds and seconds > (loading or 0.0)
         }
-        alike = len({(run.model, run.figures) for run in self.runs}) == 1
-        if not alike or len(took) < len(self.runs) or any(run.replayed for run in self.runs):
+        if len(took) < len(self.runs):
             return ""
         rates = self._figure("total", "throughput", "rate")
         tokens = [rate * took[place] for place, rate in enumerate(rates) if rate]
         if len(tokens) == len(took) and max(tokens) - min(tokens) > 0.5:
             told = self._by_rate({place: rate for place, rate in enumerate(rates) if rate})
         else:
-            told = self._by_time(took)
+            if (
+                self.difference is not None
+            ):  # the sentences that follow count from the first task, as this does
+                took = dict(zip(self.difference.places, self.difference.run_seconds, strict=True))
+            told = self._by_time(took, "Least time without loading")
         return " ".join(f"{words}, {self._busiest(place)}." for place, words in told.items())
 
-    def _by_time(self, took: Mapping[int, float]) -> dict[int, str]:
-        """Return words for each run, the fastest first, by its time in seconds."""
+    def _by_median(self, name: str) -> str:
+        """Return a sentence for each run by the median of a time of its requests; empty unless all runs have it."""
+        medians = {place: time for place, time in enumerate(self._figure("request", name, "p50")) if time}
+        if len(medians) < len(self.runs):
+            return ""
+        return " ".join(f"{words}." for words in self._by_time(medians, f"Least median time {name}").values())
+
+    def _by_time(self, took: Mapping[int, float], best_of: str) -> dict[int, str]:
+        """Return words for each run, the fastest first, by its time in seconds.
+
+        best_of: words for the time.
+        """
         first, *others = sorted(took, key=took.__getitem__)
-        best = f"Least time without loading: {self._who(first)} with {format_seconds(took[first])}"
+        best = f"{best_of}: {self._who(first)} with {format_seconds(took[first])}"
         return {first: best} | {
             each: f"{self._who(each)} took {took[each] / took[first]:.2f} times as long" for each in others
         }

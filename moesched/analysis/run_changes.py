@@ -97,6 +97,8 @@ def parse_change(text: str, recording: Recording) -> Change:
         if part == NO_HANDOVERS:
             handovers = False
             continue
+        if not part and text.strip():
+            raise BadInput(f"{text!r} has an empty change: write changes with one comma between two")
         found = FACTOR.fullmatch(part)
         if found is None or found[1] not in KINDS or not 1e-6 <= float(found[3]) <= 1e6:
             raise BadInput(f"{part!r} is no change of a run: write, for instance, {EXAMPLES}")

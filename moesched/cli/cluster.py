@@ -41,10 +41,10 @@ def keygen(
     out: Annotated[Path | None, Option("Folder for the keys. By default ~/.moesched.", "FOLDER")] = None,
     json: options.Json = False,
 ) -> None:
-    """Make a pair of keys: moesched.key, to copy into the cluster file, and moesched.secret, which stays on this
-    machine.
+    """Make a pair of keys for a machine of a cluster.
 
-    Existing keys are kept.
+    moesched.key has the public one, to copy into the cluster file, and moesched.secret stays on this machine. Existing
+    keys are kept.
     """
     from moesched.cluster.curve.keys import SECRET_NAME, default_folder, write_keys
 

@@ -23,6 +23,9 @@ Make = Callable[[Mapping[str, Any]], Any]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+MOST_DIGITS = 20
+"""The most digits of a whole number on the command line."""
+
 _COMMANDS: dict[Callable[..., Any], Command] = {}
 
 
@@ -79,14 +82,22 @@ def add_commands(app: App, commands: Mapping[str, Sequence[Callable[..., Any]]],
         )
 
 
+def commands_with(commands: Mapping[str, Sequence[Callable[..., Any]]], flag: str) -> list[str]:
+    """Return the names of the commands that have a flag.
+
+    commands: functions of commands by heading, as of `add_commands`.
+    """
+    functions = (function for group in commands.values() for function in group)
+    return [
+        _COMMANDS[function].name
+        for function in functions
+        if any(each.flag == flag for each in _all_taken(function)[0])
+    ]
+
+
 def flat(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a command's function in a function that has one parameter for each flag, as cyclopts needs."""
-    hints = get_type_hints(function, include_extras=True)
-    flags: list[Described] = []
-    makers: dict[str, Make] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        own, makers[name] = _taken(name, hints[name], parameter.default)
-        flags += own
+    flags, makers = _all_taken(function)
     headings = sorted(dict.fromkeys(each.option.group for each in flags), key=_place_of_heading)
     groups = {
         heading: Group(heading, sort_key=place) for place, heading in enumerate(headings, start=1) if heading
@@ -131,6 +142,17 @@ def _taken(name: str, hint: Any, default: Any) -> tuple[list[Described], Make]:
         axes = [_several(each) for each in _on_command_line(several.options)]
         return axes, partial(_given, axes)
     return [flag for each in _on_command_line(kind) for flag in _flags(each)], partial(_options, kind)
+
+
+def _all_taken(function: Callable[..., Any]) -> tuple[list[Described], dict[str, Make]]:
+    """Return the flags of a command's function, and for each of its parameters what makes it from their values."""
+    hints = get_type_hints(function, include_extras=True)
+    flags: list[Described] = []
+    makers: dict[str, Make] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        own, makers[name] = _taken(name, hints[name], parameter.default)
+        flags += own
+    return flags, makers
 
 
 def _on_command_line(kind: type[Options]) -> list[Described]:
@@ -226,7 +248,7 @@ def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
         metavar=option.metavar,
         help=option.help,
         negative="",
-        show_default=None if default not in ("", ()) else False,
+        show_default=False if default is False or default in ("", ()) else None,
         consume_multiple=option.many or None,
         **grouped,
     )
@@ -264,8 +286,10 @@ def _place(flag: str, kind: Any) -> Any:
 def _whole_number(_: object, tokens: Sequence[Token]) -> int:
     """Convert an argument to an int; a fraction such as 1.5 is refused, not rounded."""
     text = tokens[0].value
-    if re.fullmatch(r"[+-]?[0-9]{1,20}", text) is None:
+    if re.fullmatch(r"[+-]?[0-9]+", text) is None:
         raise ValueError(f"{plain_text(text)!r} is not a whole number.")
+    if (digits := len(text.lstrip("+-"))) > MOST_DIGITS:
+        raise ValueError(f"the number has {digits:,} digits, and may have {MOST_DIGITS}.")
     return int(text)
 
 

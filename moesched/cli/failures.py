@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 
@@ -44,14 +46,21 @@ WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
 """True if the command was called with --traceback."""
 
 
-def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ()) -> int:
+def exit_code_of(
+    error: BaseException,
+    *,
+    forgotten: Sequence[PolicyError] = (),
+    having: Callable[[str], Sequence[str]] = lambda _: (),
+) -> int:
     """Print an error on standard error, and return the program's exit code for it.
 
     An error in the input is printed as one line, an error of a policy with lines of the policy's code, any other with
     its traceback.
 
-    forgotten: errors about coroutines that the policy called without awaiting them; the first, if any, is printed in
-    place of a policy's error, as it is the cause.
+    Args:
+        forgotten: errors about coroutines that the policy called without awaiting them; the first, if any, is printed
+            in place of a policy's error, as it is the cause.
+        having: function from an option, such as "--gen", to the names of the commands that have it.
     """
     if WHOLE_TRACEBACK.get():
         traceback.print_exception(error, file=sys.stderr)
@@ -73,7 +82,7 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
         tell(f"out of memory ({reason}): free some memory, or raise the limits of this process")
         return BAD_INPUT if report_of(error) is None else FAILED
     if type(error).__module__.startswith("cyclopts"):
-        tell(_refused_arguments(error))
+        tell(_refused_arguments(error, having))
         return BAD_INPUT
     if is_policys(error):
         first, *others = explained(forgotten[0] if forgotten else error)
@@ -95,8 +104,11 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
     return FAILED
 
 
-def _refused_arguments(error: BaseException) -> str:
-    """Return the message for arguments that the command line does not take, `error` being cyclopts'."""
+def _refused_arguments(error: BaseException, having: Callable[[str], Sequence[str]]) -> str:
+    """Return the message for arguments that the command line does not take, `error` being cyclopts'.
+
+    having: function from an option to the names of the commands that have it.
+    """
     if isinstance(error, RepeatArgumentError):
         return f"{error.token.keyword} is given twice: give it once"
     if isinstance(error, UnknownOptionError) and _asks_for_several_servers(error):
@@ -106,11 +118,24 @@ def _refused_arguments(error: BaseException) -> str:
         )
     if isinstance(error, UnknownOptionError) and (remedy := _same_option(error)):
         return remedy
-    if isinstance(error, MissingArgumentError) and not (error.unused_tokens or [""])[0].startswith("-"):
+    if isinstance(error, UnknownOptionError) and error.command_chain:
+        flag, _, _ = (error.token.keyword or error.token.value).partition("=")
+        if others := having(flag):
+            command = " ".join(error.command_chain)
+            return f"{command} has no {flag}, an option of {', '.join(others)}. See moesched {command} --help"
+    if (
+        isinstance(error, MissingArgumentError)
+        and not error.tokens_so_far
+        and "Did you mean" not in str(error)
+    ):
         return _needed(error)
     if isinstance(error, UnusedCliTokensError):
         command, (first, *_) = " ".join(error.command_chain or ()), error.unused_tokens or [""]
-        return f"{command} takes no argument {first!r}: omit it. See moesched {command} --help"
+        is_prompt = error.target is not None and "prompt" in inspect.signature(error.target).parameters
+        remedy = (
+            f"write --prompt {shlex.quote(first)} if it is the prompt, or omit it" if is_prompt else "omit it"
+        )
+        return f"{command} takes no argument {first!r}: {remedy}. See moesched {command} --help"
     return f"{error} See moesched --help, or --help after a command."
 
 
@@ -129,13 +154,17 @@ def _same_option(error: UnknownOptionError) -> str | None:
 
 
 def _needed(error: MissingArgumentError) -> str:
-    """Return the message for a missing argument: its name, its meaning, and a guess if a value had no option."""
+    """Return the message for a missing argument or value: name, meaning, and a guess if a value had no option."""
     command, argument = " ".join(error.command_chain or ()), error.argument
     assert argument is not None
     choices = ", ".join(argument.get_choices() or ())
     meaning = f"{argument.parameter.help or ''} {choices and f'One of {choices}.'}"
-    meant = f"Did you mean {argument.name} {error.unused_tokens[0]}? " if error.unused_tokens else ""
-    return f"{command} needs {argument.name}: {meaning} {meant}See moesched {command} --help"
+    help = f"See moesched {command} --help"
+    if error.keyword:
+        return f"{error.keyword} needs a value: {meaning} {help}"
+    [first, *_] = error.unused_tokens or [""]
+    meant = f"Did you mean {argument.name} {first}? " if first and not first.startswith("-") else ""
+    return f"{command} needs {argument.name}: {meaning} {meant}{help}"
 
 
 def tell(message: str) -> None:

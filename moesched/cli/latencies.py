@@ -20,8 +20,10 @@ EPILOGUE = """Examples:
 
 @command(EPILOGUE)
 def latencies(given: LatencyOptions, out: options.Picture = None, json: options.Json = False) -> None:
-    """Show the latencies that decide where an expert runs, by number of tokens: transfer of its weights and inputs, and
-    computation on each processor (Twiddler, Appendix A and Fig. 7).
+    """Show what moving and computing an expert cost, by number of tokens.
+
+    The transfer of its weights and inputs, and its computation on each processor, decide where it runs (Twiddler,
+    Appendix A and Fig. 7).
 
     These figures are also what policies decide by: measurements of `moesched calibrate` if the machine has them, else
     estimates from its profile. --out draws them, and needs matplotlib: pip install 'moesched[plots]'.

@@ -42,8 +42,7 @@ def list_kind(
     *,
     json: options.Json = False,
 ) -> None:
-    """List the names of policies, devices, transports, kernels, models, machines, parts of machines, networks or
-    workloads.
+    """List what there is to choose from: policies, models, machines, networks, workloads and more.
 
     Plug-ins of other packages are included. Those that cannot load are listed with the reason. Of the kernels for an
     operation, the first one that takes a case computes it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
@@ -35,7 +36,7 @@ from moesched.cli import (
 )
 from moesched.cli import list as listing
 from moesched.cli import sweep as sweeping
-from moesched.cli.command import add_commands
+from moesched.cli.command import add_commands, commands_with
 from moesched.cli.failures import WHOLE_TRACEBACK, exit_code_of, tell
 from moesched.cli.files import require_files
 from moesched.cli.logs import send_logs_to_stderr
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command_output().flush()
         except BaseException as error:
             del spare
-            return exit_code_of(error, forgotten=forgotten)
+            return exit_code_of(error, forgotten=forgotten, having=partial(commands_with, COMMANDS))
     for each in forgotten:
         tell(f"{each.line}: {each}")
     return code or 0

@@ -100,8 +100,10 @@ class ProfileArguments(RoutingOptions):
 
 @command(EPILOGUE)
 def profile_routing(model: Model, given: ProfileArguments, run: ProfiledRun) -> int:
-    """Count the tokens that choose each expert: how uneven popularity is, and the hit rate of a GPU that holds the most
-    popular experts (Twiddler, Appendix C).
+    """Count the tokens that choose each expert.
+
+    The counts tell how uneven popularity is, and the hit rate of a GPU that holds the most popular experts (Twiddler,
+    Appendix C).
 
     With --prompts the model runs on this machine. With --routing the figures come from a profile or a trace, perhaps of
     another tool, or from a generator, and the model's weights are not needed.

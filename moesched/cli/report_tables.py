@@ -75,6 +75,8 @@ def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
     for each in helps:
         command = each.command if trace is None else each.command.replace("TRACE", shlex.quote(str(trace)))
         say(f"{each.sentence}:\n  moesched {command}")
+    if trace is None and any("TRACE" in each.command for each in helps):
+        say("TRACE is the file that --trace of this command writes.")
     if any(each.decisions_unchanged for each in helps):
         say(DECISIONS_HELD)
 

@@ -112,14 +112,16 @@ def _print_columns(table: Sequence[_Column], width: int) -> None:
 def _stacked(table: Sequence[_Column], width: int) -> Iterator[str]:
     """Yield the lines of a table that is too wide for columns: one line for each cell, after the title of its column.
 
-    The cell of the first column comes first, without its title. Lines are wrapped at `width` characters.
+    The cells of the first column, and of others without a title, come first. Lines are wrapped at `width` characters.
     """
-    first, *others = table
-    space = max(len(column.title) for column in others)
+    first, *rest = table
+    others = [column for column in rest if column.title]
+    space = max((len(column.title) for column in others), default=0)
     indent = " " * (space + 2 * GAP)
     wrapped = TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    for place, name in enumerate(first.cells):
-        yield from wrapped.wrap(name)
+    names = [first, *(column for column in rest if not column.title)]
+    for place in range(len(first.cells)):
+        yield from wrapped.wrap(" ".join(column.cells[place] for column in names))
         for column in others:
             if column.cells[place]:
                 yield from wrapped.wrap(f"  {column.title:{space}}  {column.cells[place]}")

@@ -27,7 +27,7 @@ EPILOGUE = """Examples:
 def view(
     trace: Annotated[Path, Option("A trace that --trace wrote, of one or several runs.", flag="TRACE")],
     *,
-    port: Annotated[int, Option("Port on 127.0.0.1. 0 takes a free one.", "N")] = 0,
+    port: Annotated[int, Option("Port on 127.0.0.1. 0 takes a free one.", "N", ge=0, le=65_535)] = 0,
     no_open: Annotated[bool, Option("Open no browser.")] = False,
     json: options.Json = False,
 ) -> int:

@@ -96,7 +96,9 @@ def _skipped(broken: Mapping[int, BadInput]) -> str:
         named = ", ".join(map(str, others[:_NAMED_LINES]))
         more = f" and {len(others) - _NAMED_LINES} more" if len(others) > _NAMED_LINES else ""
         rest = f"; lines {named}{more} are not prompts either"
-    return f"{broken[first]}{rest}; they are skipped, and the other prompts run"
+        if len(others) == 1:
+            rest = f"; line {named} is not a prompt either"
+    return f"{broken[first]}{rest}; {'they are' if others else 'it is'} skipped, and the other prompts run"
 
 
 def _read_line(where: str, line: bytes) -> Prompt:

@@ -105,6 +105,8 @@ def _new(old: Any, value: str, parse: Callable[[str], float], change: str) -> An
         new = parse(value)
         return dict.fromkeys(old, new) if isinstance(old, dict) else new
     times = float(factor[1])
+    if not times:
+        raise BadInput(f"{change!r}: a factor is above 0: write, for instance, x2 or x0.5")
     if isinstance(old, dict):
         return {name: each * times for name, each in old.items()}
     if old is None:

@@ -38,9 +38,12 @@ def load_machine(name_or_file: str) -> Machine:
         text = profile_text("moesched.machines", "machine", name_or_file)
     except BadInput:
         option = option_of_part(name_or_file)
-        if option is None or Path(name_or_file).suffix or name_or_file.lower() in machine_names():
+        if option is None or Path(name_or_file).suffix or name_or_file.strip(" ,").lower() in machine_names():
             raise
-        remedy = f"it is a part of machines: `moesched machine {option}` writes a file to name here"
+        remedy = (
+            f"it is a part of machines: `moesched machine {option}`, with the parts beside it, writes a file to "
+            "name here"
+        )
         raise BadInput(f"no machine {name_or_file!r}: {remedy}") from None
     return parse_machine(text, name_or_file)
 

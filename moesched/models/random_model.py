@@ -43,6 +43,8 @@ Progress = Callable[[int, int], object]
 
 CHUNK_VALUES = 1 << 20
 DTYPES = ("bfloat16", "float32")
+FACTORS = ("embedding_factor", "residual_factor", "logits_factor")
+"""Factors outside the layers; files have them in float32, or as their inverse."""
 
 
 class _Shard(NamedTuple):
@@ -78,7 +80,7 @@ def write_random_model(
             then in float32. By default all weights are in the dtype.
 
     Raises:
-        BadInput: the shape, dtype or format is unknown, files of the family cannot describe such layers, the
+        BadInput: the shape, dtype or format is unknown, files of the family cannot describe such layers or factors, the
             directory is in use, or the disk has too little space.
     """
     config, target = _resolve(shape, layers, dtype), Path(directory)
@@ -104,20 +106,31 @@ def write_random_model(
 
 
 def _require_described(config: ModelConfig, model: Path, kind: str) -> None:
-    """Check that a model which is being written is read as the one that is meant.
+    """Check that a model which is being written is read as the one that is meant, in its layers and its factors.
 
     Args:
         model: folder or GGUF file, whose weights may be missing.
         kind: kind of file that describes the model, for the error.
 
     Raises:
-        BadInput: its layers are others, or it cannot be read.
+        BadInput: its layers or factors are others, or it cannot be read.
     """
     try:
-        if _computed(read_config(model)) == _computed(config):
-            return
+        read = read_config(model)
     except BadInput:
-        pass
+        read = None
+    if read is not None and _computed(read) == _computed(config):
+        unlike = [
+            name
+            for name in FACTORS
+            if not math.isclose(getattr(read, name), getattr(config, name), rel_tol=1e-6)
+        ]
+        if not unlike:
+            return
+        raise BadInput(
+            f"no {kind} of the family {config.form} has {' and '.join(unlike)}, as {config.name} has: leave them at 1, "
+            "or use a model of the family granite_moe"
+        )
     raise BadInput(
         f"no {kind} of the family {config.form} has layers as those of {config.name}: use layers "
         "that the family has"

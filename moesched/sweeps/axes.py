@@ -86,7 +86,7 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
     for name, items in texts.items():
         _require_utf8(name, items)
         if name != PRICES and not OPTIONS[name].is_table:
-            given[name] = _split(",".join(items), OPTIONS[name].item_kind is str)
+            given[name] = _split(name, ",".join(items), OPTIONS[name].item_kind is str)
             continue
         table: dict[str, list[Any]] = {}
         for item in items:
@@ -99,7 +99,8 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
                 raise BadInput(
                     f"{option_of(name)} gives {key.strip()} twice: give it once, with commas between values"
                 )
-            table[key.strip()] = _split(values, name != PRICES and OPTIONS[name].item_kind is str)
+            plain = name != PRICES and OPTIONS[name].item_kind is str
+            table[key.strip()] = _split(f"{name}.{key.strip()}", values, plain)
         given[name] = table
         if name == PRICES:
             given[name] = {key: values[0] if len(values) == 1 else values for key, values in table.items()}
@@ -205,7 +206,17 @@ def _require_utf8(name: str, items: Iterable[str]) -> None:
             raise BadInput(f"{option_of(name)} {shown(item)} is not UTF-8, as results are: rename the file")
 
 
-def _split(text: str, plain: bool) -> list[Any]:
-    """Split a text at commas; numbers and truth values are converted unless the option takes `plain` text."""
+def _split(name: str, text: str, plain: bool) -> list[Any]:
+    """Split a text at commas; numbers and truth values are converted unless the option takes `plain` text.
+
+    name: the axis, for the error.
+
+    Raises:
+        BadInput: there is nothing before, between or after commas.
+    """
     items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise BadInput(
+            f"{option_of(name)} {shown(text)} has an empty value: write values with one comma between two"
+        )
     return items if plain else [parse_value(item) for item in items]

@@ -67,6 +67,8 @@ def open_input(
         with FileIO(path, "rb", opener=_without_waiting) as file:
             _require_readable(file.fileno(), path, what, pipes)
             yield file
+    except IsADirectoryError as error:
+        raise BadInput(f"cannot read {what} {path}: it is a folder: name a file in it") from error
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise BadInput(f"cannot read {what} {path}: {reason}; {remedy}") from error

@@ -67,6 +67,9 @@ def require_outputs(
     asked = [output for output in outputs if output.path is not None]
     read = [Path(each) for each in inputs if each is not None]
     for output in asked:
+        if output.kind == "trace" and is_html(output.path):
+            why = "a trace is JSON: end its name in .json; `moesched explain --report` makes a page of it"
+            raise _refusal(output, Path(output.path or ""), why)
         for path in _files(output):
             if _is_loop(path):
                 raise _refusal(output, path, "it is a link that leads to itself: name another file")

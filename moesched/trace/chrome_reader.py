@@ -221,13 +221,14 @@ def read_trace(path: Path | str) -> Trace:
         raise BadInput(f"{path}: the trace is damaged: {reason(error)}; record it again") from error
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, remedy: str = "name a file that --trace wrote") -> bytes:
     """Return the bytes of a trace file, decompressed if the file is gzipped.
+
+    remedy: advice for a file that cannot be read.
 
     Raises:
         BadInput: the file cannot be read or decompressed.
     """
-    remedy = "name a file that --trace or --report wrote"
     data = read_input(path, "run", MOST_BYTES, remedy=remedy)
     if not data.startswith(_GZIP_MAGIC):
         return data
