@@ -428,9 +428,7 @@ def test_a_router_may_return_a_plain_tuple(checkpoint: Checkpoint) -> None:
 def test_a_kernel_whose_numbers_are_not_finite_is_suspected_where_plain_torch_has_good_ones(
     model: Path,
 ) -> None:
-    with pytest.raises(
-        moesched.MoeschedError, match="are when the step is computed again"
-    ):
+    with pytest.raises(moesched.MoeschedError, match="are when the step is computed again"):
         moesched.run_model(
             model,
             [[5, 6, 7]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isclose
 from pathlib import Path
 from typing import get_args
@@ -151,18 +151,20 @@ def _tokens(
         policy, recorder = plugins.make_policy(name) if name else _Scoring(), Recorder()
         plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
         values = _Values(device.layout.config, batch, scored=plan.declared.scores)
-        report = run(
-            plan,
-            policy,
-            device,
-            PROMPTS,
-            sampling=sampling,
-            recorder=recorder,
-            observers=[values],
-            keep_open=not last,
-        )
+        try:
+            report = run(
+                plan,
+                policy,
+                device,
+                PROMPTS,
+                sampling=sampling,
+                recorder=recorder,
+                observers=[values],
+                keep_open=not last,
+            )
+        finally:
+            values.check()  # of a run that failed, too: a wrong value may be the reason
         found.append(report.tokens or [])
-        values.check()
         _check_lanes(type(policy).__name__, recorder.recording())
         if isinstance(device, CountsReads):
             assert device.bytes_read >= before, "bytes_read went back"
@@ -218,6 +220,14 @@ class _Values:
                 tokens = sum(
                     1 if task.phase == "decode" else self._batch.prompts[request] for request in requests
                 )
+                assert isinstance(task.value, Mapping), (
+                    f"{task.label} gives {task.value!r}: give the number of rows of each expert that has any"
+                )
+                for number in (*task.value, *task.value.values()):
+                    assert type(number) is int, f"{task.label} gives {number!r}, which is no int"
+                assert all(0 <= expert < self._config.routed.experts for expert in task.value), (
+                    f"{task.label} names experts {[*task.value]}, and the model has {self._config.routed.experts}"
+                )
                 rows = sum(task.value.values())
                 assert rows == tokens * self._config.routed.top_k, (
                     f"{task.label} gives {rows} rows to {tokens} tokens"
@@ -226,7 +236,14 @@ class _Values:
                 if self._scored and task.verb != "post_attention":
                     self._check_scores(task)
             elif task.verb == "sample":
-                assert len(task.value) == len(requests), f"{task.label} gives {len(task.value)} tokens"
+                assert isinstance(task.value, Sequence), (
+                    f"{task.label} gives {task.value!r}: give a list of tokens"
+                )
+                assert len(task.value) == len(requests), (
+                    f"{task.label} gives {len(task.value)} tokens to {len(requests)} sequences"
+                )
+                for token in task.value:
+                    assert type(token) is int, f"{task.label} gives the token {token!r}, which is no int"
 
     def _check_scores(self, task: Task) -> None:
         assert isinstance(task.value, ScoredTokens), f"{task.label} gives no scores"
