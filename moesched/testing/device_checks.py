@@ -28,13 +28,12 @@ from moesched.seams import CountsReads, Device, GivesScores, KeepsTime, LaneKind
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
-from moesched.steps.plan import Plan
-from moesched.steps.step import Step
 from moesched.system.own_loop import run_on_own_loop
 from moesched.system.scratch import scratch_folder
 from moesched.tasks import Task
 from moesched.testing.asserts import require_asserts
 from moesched.testing.policy_checks import Case
+from moesched.testing.previewing import Previewing
 from moesched.trace import LaneName, Recorder, Recording
 
 Make = Callable[[Checkpoint, WeightLayout], Device]
@@ -140,7 +139,7 @@ def _tokens(
     """Run a policy on a device for two equal batches, check both runs, and return the tokens by request.
 
     Args:
-        name: name of the policy; None for the policy `_Scoring`.
+        name: name of the policy; None for the policy `Previewing`, with scores.
     """
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
@@ -148,7 +147,7 @@ def _tokens(
     found = []
     for last in (False, True):
         before = device.bytes_read if isinstance(device, CountsReads) else 0
-        policy, recorder = plugins.make_policy(name) if name else _Scoring(), Recorder()
+        policy, recorder = plugins.make_policy(name) if name else Previewing(scores=True), Recorder()
         plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
         values = _Values(device.layout.config, batch, scored=plan.declared.scores)
         try:
@@ -252,31 +251,6 @@ class _Values:
         assert min(scores) >= 0 and isclose(sum(scores), 1, abs_tol=1e-4), (
             f"{task.label}: scores are {scores}"
         )
-
-
-class _Scoring:
-    """A policy that keeps all weights on the accelerator; its tasks `route` and `preview_route` return scores, too."""
-
-    def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
-        plan.keep(plan.layout.pages)
-        plan.request_scores()
-
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                routed = await step.route(i, j)
-                for later in step.layers[i + 1 :]:
-                    step.preview_route(later, j)
-                for expert in routed:
-                    step.run_expert(i, expert, j)
-                step.combine(i, j)
-            step.sample(j)
-
-    decode = prefill
 
 
 def _check_lanes(name: str, recording: Recording) -> None:
