@@ -114,9 +114,9 @@ class NodeLost(RankLost):
         report: the results so far; None if there are none.
     """
 
-    def __init__(self, message: str, rank: int, report: Any = None) -> None:
+    def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, (rank,))
-        self.report = report
+        self.report: Any = None
 
     @property
     def rank(self) -> int:

@@ -17,8 +17,9 @@ from moesched.steps.step import Step
 
 
 class CGOPipe:
-    """Streams weights through a double buffer of pages; pages that fit beside it stay in fast memory. Their share is
-    r_w in the paper.
+    """Streams weights through a double buffer of pages; pages that fit beside it stay in fast memory.
+
+    Their share is r_w in the paper.
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator; 2 in the paper.
@@ -40,8 +41,9 @@ class CGOPipe:
         self.shares: dict[int, tuple[list[Page], ...]] = {}
 
     def _staging(self, plan: Plan) -> Pool | None:
-        """Make the pool of pinned memory, with as many slots as the buffer has, or as fit; return None if the machine
-        does not limit pinned memory.
+        """Make the pool of pinned memory, with as many slots as the buffer has, or as fit.
+
+        Return None if the machine does not limit pinned memory.
         """
         if not plan.machine.roles.pinned:
             return None
@@ -50,9 +52,7 @@ class CGOPipe:
         return plan.pool("pinned", "staging", max(1, min(len(self.buffer.slots), fit)), pages)
 
     async def prefill(self, step: Step) -> None:
-        """Run everything on the accelerator, layer by layer; new keys and values go to the host's KV cache (§4 of the
-        paper).
-        """
+        """Run all on the accelerator, layer by layer; new keys and values go to the host's KV cache (section 4)."""
         self._divide(step)
         first = [page for page in self.streamed[0] if page not in self.buffer]
         self._pin(step, first)
@@ -70,8 +70,9 @@ class CGOPipe:
             step.sample(j)
 
     async def decode(self, step: Step) -> None:
-        """Run Algorithm 1: attention runs `ahead` micro-batches early, also for the next layer, and pages are fetched a
-        layer early, also for the next step.
+        """Run Algorithm 1, with attention `ahead` micro-batches early and pages a layer early.
+
+        Both go on into the next layer, and pages into the next step.
         """
         self._divide(step)
         order = [(i, j) for i in step.layers for j in step.micro_batches]
@@ -129,9 +130,7 @@ class CGOPipe:
         step.copy_to_pinned(pages, staging)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
-        """Fetch pages into the buffer; if there is a pool of pinned memory, fetch from the pool, as many pages at a
-        time as it holds.
-        """
+        """Fetch pages into the buffer; from pinned memory, if there is a pool of it, as many at a time as it holds."""
         while pages:
             ready = pages
             if self.staging:

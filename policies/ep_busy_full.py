@@ -1,6 +1,4 @@
-"""Busy full loading: every node runs all its experts in every layer (P-L_B of the Apple silicon cluster paper, section
-4.2).
-"""
+"""Busy full loading: every node runs all its experts in every layer (P-LB of the Apple silicon cluster paper, 4.2)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Experts on several nodes; each expert runs on the node that holds it (naive, Apple silicon cluster paper, section
-3.2).
-"""
+"""Experts on several nodes; each expert runs on the node that holds it (naive, Apple silicon cluster paper, 3.2)."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ from moesched.steps.step import Step
 
 
 class EpNaive(NodeExperts):
-    """Runs, on each node, the chosen experts that it holds. The first node does everything else, and exchanges twice a
-    layer.
+    """Runs, on each node, the chosen experts that it holds.
+
+    The first node does everything else, and exchanges twice a layer.
 
     Settings:
         decentralised: True to have every node attend, route and add up, and exchange once a layer.

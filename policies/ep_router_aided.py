@@ -1,6 +1,4 @@
-"""Router-aided dynamic loading: all nodes run as many experts as the busiest one (P-L_R of the Apple silicon cluster
-paper, section 4.2).
-"""
+"""Router-aided loading: all nodes run as many experts as the busiest one (P-LR, Apple silicon cluster paper, 4.2)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Expert by expert: weight pages stream through a ring of a few slots in the order of use; all other pages stay in
-memory.
+"""Expert by expert: weight pages stream through a ring of a few slots in the order of use; all others stay in memory.
 
 A kernel that reads a whole layer needs a buffer of whole layers. A kernel that reads one expert needs only that expert.
 The memory saved by the smaller buffer keeps weights, which are then not read again in every step.
@@ -95,8 +94,9 @@ class ExpertStreaming:
             self._move(step)
 
     def _move(self, step: Step) -> None:
-        """Start to move the next parts (experts, or dense pages of a layer) to the ring while it has room; after the
-        last layer come parts of the next step.
+        """Start to move the next parts (experts, or dense pages of a layer) to the ring while it has room.
+
+        After the last layer come parts of the next step.
         """
         order = self.order
         while order and (end := self.moved + self.at_once) <= self.used + self.room:

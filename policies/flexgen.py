@@ -63,16 +63,12 @@ class FlexGen:
             step.sample(j)
 
     def _load(self, step: Step, loads: Iterator[tuple[int, int]]) -> None:
-        """Load the keys and values of the next pair (layer, micro-batch) in `loads` from the host, if there is a next
-        pair.
-        """
+        """Load the keys and values of the next pair (layer, micro-batch) in `loads` from the host, if there is one."""
         for load in islice(loads, 1):
             step.load_kv(*load)
 
     def _fetch(self, step: Step, i: int) -> None:
-        """Fetch a layer's streamed pages as one transfer; the layer after the last is the first one of
-        the next step.
-        """
+        """Fetch a layer's streamed pages as one transfer; the layer after the last is the next step's first one."""
         if i == len(step.layers) and step.last:
             return
         pages = [page for page in self.streamed[i % len(step.layers)] if page not in self.buffer]

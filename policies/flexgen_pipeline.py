@@ -1,5 +1,4 @@
-"""FlexGen over several GPUs: pipeline parallelism (ICML'23; MoE-Lightning, section 5.3, explains why it does not
-scale).
+"""FlexGen over several GPUs by pipeline parallelism (ICML'23). MoE-Lightning, section 5.3: why it does not scale.
 
 Each GPU is a stage that holds a range of layers. The batch is cut into as many groups of micro-batches as there are
 stages, and each group passes layer by layer, as in `flexgen`, while the next stage runs the previous group. A stage
@@ -52,8 +51,9 @@ class FlexGenPipeline:
             self._pass(step, group, last=step.last and group is groups[-1])
 
     def _pass(self, step: Step, group: Sequence[int], *, last: bool) -> None:
-        """Run one group of micro-batches through all layers; after the last group, a stage's first layer is not fetched
-        again.
+        """Run one group of micro-batches through all layers.
+
+        last: whether it is the run's last group, after which a stage's first layer is not fetched again.
         """
         order = [(i, j) for i in step.layers for j in group]
         loads = order if step.kind == "decode" else []

@@ -61,8 +61,9 @@ class FrequencyCache(LayerByLayer):
     def _fetch_and_run(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
     ) -> None:
-        """Fetch and run the missing experts of a layer, if the host cannot run experts; `users`: each expert's
-        micro-batches.
+        """Fetch and run the missing experts of a layer, if the host cannot run experts.
+
+        users: each expert's micro-batches.
         """
         for expert in experts:
             self.cache.fetch(step, (i, expert))

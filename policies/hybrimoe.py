@@ -97,8 +97,9 @@ class HybriMoE(LayerByLayer):
             gains[best] = self._gain(best, expected[best])
 
     def _gain(self, i: int, routed: Routed) -> tuple[float, Expert]:
-        """Return (seconds, expert): the missing expert with the most tokens in `routed`, and the seconds by which layer
-        `i` would end earlier if the expert came.
+        """Return the missing expert with the most tokens in `routed`, after the seconds that it would save.
+
+        The seconds are those by which layer `i` would end earlier if the expert came.
         """
         tokens = tokens_of(routed)
         here = {expert for expert in tokens if (i, expert) in self.cache or (i, expert) in self.prefetches}

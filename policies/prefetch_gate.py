@@ -1,5 +1,4 @@
-"""Speculative expert loading (Eliseev and Mazur 2023): the next layer's router, run one layer early, chooses
-prefetches.
+"""Speculative expert loading (Eliseev and Mazur 2023): the next layer's router, run one layer early, names prefetches.
 
 The hidden state changes little from layer to layer, so the next layer's router forecasts most of its experts from this
 layer's hidden state. Forecast experts are fetched to buffers, page by page, when the link is otherwise idle; a used
@@ -51,8 +50,9 @@ class PrefetchGate(LruOffload):
         self._prefetch(step, i + 1, {j: await handle for j, handle in previews.items()})
 
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:
-        """Prefetch forecast experts of a layer that are not in memory, those with the most tokens first; `foretold`:
-        the forecast.
+        """Prefetch forecast experts of a layer that are not in memory, those with the most tokens first.
+
+        foretold: the forecast.
         """
         tokens = tokens_of(foretold)
         missing = [expert for expert in tokens if (i, expert) not in self.cached[i]]

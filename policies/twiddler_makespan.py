@@ -49,7 +49,5 @@ class TwiddlerMakespan(Twiddler):
         self.load_back(step, i, back)
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
-        """Fetch an expert with less priority than outputs that come from the host, which are small and needed to end
-        the layer.
-        """
+        """Fetch an expert behind outputs from the host, which are small and needed to end the layer."""
         step.fetch(step.expert_pages(i, expert), self.visitors, source=self.held)

@@ -260,6 +260,22 @@ def test_a_pool_is_blamed_for_experts_that_one_of_twice_the_slots_would_keep(slo
     assert told.saved == pytest.approx(0.85 if cause == "budget" else 0.5, abs=0.05)
 
 
+def test_a_fetch_of_no_pages_needs_no_larger_pool() -> None:
+    async def policy(engine: Engine) -> None:
+        link, gpu = engine.lanes
+        for _ in range(3):
+            page = Block("page")
+            engine.submit(of_expert(0, fetch(link, "fetch", 50)), (), (page,))
+            engine.submit(of_expert(0, task(gpu, "run_expert", 5)), (page,))
+
+    recording = run_graph(policy, ["link", "gpu"], "in_order")
+    for each in recording.slices:
+        each.task = msgspec.structs.replace(each.task, pages=0, pool_slots=2)
+    told = explain(recording, ABOUT).bottleneck
+    assert told is not None
+    assert (told.kind, told.cause) == ("fetch", "lane")
+
+
 def test_a_router_that_fetches_wait_for_is_the_bottleneck() -> None:
     async def policy(engine: Engine) -> None:
         gpu, link = engine.lanes

@@ -6,6 +6,8 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +78,28 @@ def test_help_lists_what_a_policy_reads_from_its_plan_and_step() -> None:
             assert name.startswith("_") or re.search(rf"\b{name}\b.*:", attributes), (
                 f"{type(each).__name__}.{name}"
             )
+
+
+ENTRIES = [
+    name
+    for page in sorted((Path(__file__).parent.parent / "docs").glob("reference*.md"))
+    for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+def functions_of(found: Any) -> list[Any]:
+    """A function, or the public methods of a class."""
+    if inspect.isfunction(found):
+        return [found]
+    return [each for name, each in vars(found).items() if inspect.isfunction(each) and name[0] != "_"]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_reference_shows_each_argument_in_a_row_of_its_own(name: str) -> None:
+    package, _, own = name.rpartition(".")
+    for each in functions_of(getattr(import_module(package), own)):
+        documented = inspect.getdoc(each) or ""
+        section = re.search(r"^Args:\n((?: {4}.*\n?)+)", documented, re.MULTILINE)
+        listed = re.findall(r"^ {4}(\S[^:]*):", section[1], re.MULTILINE) if section else []
+        assert set(listed) <= set(inspect.signature(each).parameters), each.__qualname__
+        assert "][" not in re.sub("`[^`]*`", "", documented), f"{each.__qualname__}: that is a link"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -266,6 +267,14 @@ def test_going_on_with_the_next_task_is_another_kind_than_waking_another_lane() 
     recording = chain(["gpu", "gpu", "host", "gpu"])
     dispatched(recording, [0, 2, 20, 30])
     assert [each.dispatch for each in mean_handovers(recording)] == [0, 2, 20, 30]
+
+
+def test_the_handovers_of_a_long_run_are_averaged_in_a_moment() -> None:
+    recording = chain(["gpu"] * 6000)
+    dispatched(recording, [2] * 6000)
+    began = time.process_time()
+    assert {each.dispatch for each in mean_handovers(recording)} == {2}
+    assert time.process_time() - began < 1
 
 
 def test_what_the_policy_did_before_the_first_task_is_no_part_of_the_run() -> None:

@@ -234,11 +234,11 @@ def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
     assert set(run.recording.predictions.values()) == {3e-6}
     write_trace(tmp_path / "trace.json", run.recording, run.about)
     texts = PageElements(page_of(*read_trace(tmp_path / "trace.json"), tmp_path)).texts
-    assert "Predicted over measured" in texts["h2"]
+    assert "Measured beside expected, by kind of task" in texts["h2"]
     steps = [each for each in run.recording.slices if each.task.verb == "attention"]
     assert format_seconds(3e-6 * len(steps)) in texts["td"]
     assert (
-        "Predicted over measured"
+        "Measured beside expected, by kind of task"
         not in PageElements(page_of(virtual_run("resident").recording, ABOUT, tmp_path)).texts["h2"]
     )
 
@@ -316,7 +316,9 @@ def test_each_batch_of_a_run_has_its_page(command: Any, no_text: Path, tmp_path:
     for name in ("report.html", "report.batch2.html"):
         texts = PageElements((tmp_path / name).read_text()).texts
         assert any(text.startswith("measured on ") for text in texts["p"])
-        assert "Predicted over measured" not in texts["h2"], "this machine is not calibrated"
+        assert "Measured beside expected, by kind of task" not in texts["h2"], (
+            "this machine is not calibrated"
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.batch2.html", "report.html"]
 
 

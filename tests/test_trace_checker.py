@@ -220,6 +220,14 @@ REFUSED: dict[str, tuple[Callable[[list[Event]], object], str]] = {
         lambda events: slices_of(events)[3]["args"].update(FLOP=1e308),
         r"Expected `float` <= 1e\+30 - at `\$.FLOP`",
     ),
+    "fewer pages than none": (
+        lambda events: slices_of(events)[3]["args"].update(pages=-1),
+        r"Expected `int` >= 0 - at `\$.pages`",
+    ),
+    "more slots than any memory has": (
+        lambda events: slices_of(events)[3]["args"].update(pool_slots=1 << 62),
+        r"Expected `int` <= 4294967295 - at `\$.pool_slots`",
+    ),
 }
 
 

@@ -99,7 +99,9 @@ class ExchangePart:
     def go_on(self, kind: Kind, came: dict[int, Array], message: Message | None) -> None:
         """Take over what has arrived so far: arrays in frames of this kind, and one message that is not decoded yet.
 
-        came: the arrays, by the rank that sent them. message: the message; None if there is none.
+        Args:
+            came: the arrays, by the rank that sent them.
+            message: the message; None if there is none.
         """
         self._came.setdefault(kind, {}).update(came)
         if message is not None:

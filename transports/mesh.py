@@ -88,9 +88,8 @@ class Mesh:
         self._dealers = {
             peer: self._socket(addresses[peer], peer, lost_after_seconds) for peer in range(rank)
         }
-        self._use(
-            "listen at", self._listener.socket.bind, own
-        )  # by all ranks, so that each is told of a port in use
+        # The highest rank listens to nobody, but is told of a port in use as all others are.
+        self._use("listen at", self._listener.socket.bind, own)
         self._sources: dict[zmq.Socket[bytes], int | None] = {
             dealer: peer for peer, dealer in self._dealers.items()
         }

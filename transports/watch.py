@@ -91,7 +91,10 @@ class Watch:
     def refuse(self, what: str, why: str, address: str) -> None:
         """Count and log a refused connection or frame.
 
-        what: the thing refused. why: the reason. address: the address that it came from.
+        Args:
+            what: the thing refused.
+            why: the reason.
+            address: the address that it came from.
         """
         self.refused += 1
         address = address.removeprefix(MAPPED)

@@ -200,7 +200,7 @@ class EmulatedDevice:
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Return the share of each lane's time that real work took, over all tasks since `begin` but loading."""
+        """Return how well lanes kept to the emulated machine's time, over all tasks since `begin` but loading."""
         return self._meters.result(self._dilations)
 
 

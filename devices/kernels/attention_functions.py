@@ -39,11 +39,12 @@ def attention(
 ) -> Tensor:
     """Attend from T new tokens, each over the earlier tokens of its own sequence and itself; returns (T, H * d).
 
-    q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
-    window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
-    fused: True if torch has a kernel that stores no scores; otherwise few queries are computed at a time.
-    sinks_H: the score of each head's attention sink, as in `sinks.py`; None without sinks.
-    scale: factor on the scores; None for 1 / sqrt(d).
+    Args:
+        q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
+        window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
+        fused: True if torch has a kernel that stores no scores; otherwise few queries are computed at a time.
+        sinks_H: the score of each head's attention sink, as in `sinks.py`; None without sinks.
+        scale: factor on the scores; None for 1 / sqrt(d).
 
     The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
     of cores: keep these the same to get the same bits.

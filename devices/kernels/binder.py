@@ -62,8 +62,9 @@ class Binder:
     def attention(self, layer: int, memory: Workspace, *, decodes: bool, on_host: bool = False) -> Bound:
         """Return the function that attends over the KV cache of a layer for `memory.rows` new tokens.
 
-        decodes: True in a decode step, which has one new token for each sequence. on_host: True for attention on the
-        CPU.
+        Args:
+            decodes: True in a decode step, which has one new token for each sequence.
+            on_host: True for attention on the CPU.
         """
         device = "cpu" if on_host else self._device
         key = "attention", layer, decodes, device
@@ -89,8 +90,10 @@ class Binder:
     ) -> tuple[Kernel, Bound]:
         """Return the kernel that runs an expert on a number of rows, and its function, bound to the expert's weights.
 
-        weights: the weights of a layer. expert: the expert's number; None for the shared expert. on_host: True for the
-        CPU.
+        Args:
+            weights: the weights of a layer.
+            expert: the expert's number; None for the shared expert.
+            on_host: True for the CPU.
         """
         part = weights.expert(expert)
         case = Case(

@@ -54,7 +54,7 @@ def check_kernel(
         row: the kernel's class, or its name, such as `file.py:Class`.
         numbers: the numbers of rows of inputs to try.
         instruction_set: instruction set of the native kernels; None for the widest of this processor.
-        formats: names of quantized storage formats of weights to try beside plain ones.
+        formats: names of quantised storage formats of weights to try beside plain ones.
 
     Raises:
         KernelFailed: the kernel raised, a result has another shape or dtype, or only `check_device` can check its
@@ -158,7 +158,7 @@ def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> 
 def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredFormat | None) -> int:
     """Check a kernel on `rows` rows, with matrices cut in several ways into row blocks; returns the number of cases.
 
-    coded: quantized storage format of the matrices; None for plain numbers.
+    coded: quantised storage format of the matrices; None for plain numbers.
     """
     outcomes = [_outcome(kernel, resources, rows, Cut(blocks, coded)) for blocks in BLOCKS]
     taken = [outcome for outcome in outcomes if outcome is not None]
@@ -173,7 +173,9 @@ def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredF
 def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tensor | None:
     """Check a kernel on one case; returns its results (rows, X), or None if the kernel refuses the case.
 
-    rows: number of rows of the input. cut: the number and format of the row blocks that each matrix is cut into.
+    Args:
+        rows: number of rows of the input.
+        cut: the number and format of the row blocks that each matrix is cut into.
     """
     sample = samples.MAKERS[kernel.operation](resources.config, resources.dtype, rows, cut)
     case = _case(kernel, resources, sample.weights, rows)
@@ -218,8 +220,10 @@ def _results(title: str, sample: Sample, bound: Bound, rows: range) -> Tensor:
 def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample, case: Case) -> None:
     """Check that a kernel's result is about as close to the exact result as that of torch's kernel with plain weights.
 
-    title: kernel and case, for the message. got: the kernel's result (rows, X). sample: the inputs and the exact
-    result.
+    Args:
+        title: kernel and case, for the message.
+        got: the kernel's result (rows, X).
+        sample: the inputs and the exact result.
 
     Raises:
         AssertionError: the mean squared error is more than 1.5 times the error of torch's kernel.

@@ -1,4 +1,4 @@
-"""The kernels for quantized ("coded") matrices, in Q8_0, Q4_K and other formats: products and embeddings."""
+"""The kernels for quantised ("coded") matrices, in Q8_0, Q4_K and other formats: products and embeddings."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .torch_rows import TorchEmbed, TorchKernel
 
 
 class CodedKernel(TorchKernel):
-    """The base of kernels for matrices of which at least one row block is quantized ("coded")."""
+    """The base of kernels for matrices of which at least one row block is quantised ("coded")."""
 
     name = "coded"
     takes = f"weights in {', '.join(sorted(CODED))}"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why plain (not quantized) matrices are refused; empty for all other cases."""
+        """Return the reason why plain (not quantised) matrices are refused; empty for all other cases."""
         return "" if case.formats & CODED else "it reads coded matrices"
 
 
 class CodedProduct(CodedKernel):
-    """Multiplies rows by a quantized matrix on the CPU with exact sums; a row's result depends on no other row."""
+    """Multiplies rows by a quantised matrix on the CPU with exact sums; a row's result depends on no other row."""
 
     operation = "product"
     takes = f"{CodedKernel.takes} on the CPU"
     independent = True
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why GPUs and plain (not quantized) matrices are refused; empty for all other cases."""
+        """Return the reason why GPUs and plain (not quantised) matrices are refused; empty for all other cases."""
         return super().refusal(case) if case.device == "cpu" else "it is for the CPU"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
@@ -43,14 +43,14 @@ class CodedProduct(CodedKernel):
 
 
 class UnpackedProduct(CodedKernel):
-    """Multiplies rows by a quantized matrix on a GPU; some rows of weights at a time are decoded to the dtype of x."""
+    """Multiplies rows by a quantised matrix on a GPU; some rows of weights at a time are decoded to the dtype of x."""
 
     operation = "product"
     name = "unpacked"
     takes = f"{CodedKernel.takes} on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why the CPU and plain (not quantized) matrices are refused; empty for all other cases."""
+        """Return the reason why the CPU and plain (not quantised) matrices are refused; empty for all other cases."""
         return "it is for GPUs" if case.device == "cpu" else super().refusal(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
@@ -68,7 +68,7 @@ def _product(
 
 
 class CodedEmbed(CodedKernel, TorchEmbed):
-    """Looks up embeddings that are stored quantized, decodes them, and computes cosines and sines of rotary angles."""
+    """Looks up embeddings that are stored quantised, decodes them, and computes cosines and sines of rotary angles."""
 
     operation = "embed"
 

@@ -118,8 +118,10 @@ def sorted_by_expert(experts_Tk: Tensor) -> ExpertOrder:
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """Sum each token's expert outputs, weighted by the router: (T, D), float32.
 
-    y_nD: the experts' outputs, a row for each pair of token and expert. rows_Tk: the row of each pair in y. A token's
-    outputs are added in ascending order of expert, whatever the order in which the experts ran.
+    Args:
+        y_nD: the experts' outputs, a row for each pair of token and expert.
+        rows_Tk: the row of each pair in y. A token's outputs are added in ascending order of expert, whatever the order
+            in which the experts ran.
     """
     tokens, choices = rows_Tk.shape
     y_TkD = y_nD.index_select(0, rows_Tk.view(-1)).view(tokens, choices, -1)

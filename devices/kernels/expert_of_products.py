@@ -50,8 +50,9 @@ def expert_of(
 ) -> Product:
     """Make an expert: a function from inputs (n, D) to outputs (n, D).
 
-    products: functions that multiply by each matrix, by its name, such as "gate". biases: the expert's biases by name,
-    such as "down_bias"; a matrix may have none.
+    Args:
+        products: functions that multiply by each matrix, by its name, such as "gate".
+        biases: the expert's biases by name, such as "down_bias"; a matrix may have none.
     """
     biased = {name: with_bias(product, biases.get(f"{name}_bias")) for name, product in products.items()}
     if "gate_up" in biased:

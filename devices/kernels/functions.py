@@ -70,7 +70,9 @@ def output_projection(
 ) -> Tensor:
     """Project attention's output (T, X) to the hidden size, multiply by a factor, and add the residual: (T, D).
 
-    o: the row blocks of the projection matrix (D, X). bias: the blocks of its bias; None without one.
+    Args:
+        o: the row blocks of the projection matrix (D, X).
+        bias: the blocks of its bias; None without one.
     """
     return plus(residual_TD, with_bias(partial(linear, blocks=o), bias)(attention_TX), factor)
 

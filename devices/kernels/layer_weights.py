@@ -24,7 +24,7 @@ Held = list["array[int] | array[float]"]
 
 
 class Weights(KernelWeights[Any]):
-    """Tensors by name, each as row blocks; a block is a torch tensor, or `CodedRows` in a quantized format."""
+    """Tensors by name, each as row blocks; a block is a torch tensor, or `CodedRows` in a quantised format."""
 
     def __init__(
         self, blocks: Mapping[str, Sequence[Block]] = MappingProxyType({}), layer: Layer | None = None
@@ -70,8 +70,10 @@ class Weights(KernelWeights[Any]):
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
         """Return a copy of a C struct with the arguments of a native call that depend only on these weights.
 
-        kind: class of the struct. prepare: makes the struct, and is called only once; its second argument is a list,
-        kept alive by these weights, that receives the arrays to which the struct points.
+        Args:
+            kind: class of the struct.
+            prepare: makes the struct, and is called only once; its second argument is a list, kept alive by these
+                weights, that receives the arrays to which the struct points.
         """
         if kind not in self._prepared:
             held: Held = []

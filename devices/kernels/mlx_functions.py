@@ -154,8 +154,9 @@ def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
 def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) -> Array:
     """Attend from T new tokens, each over the earlier tokens of its own sequence and itself; returns (T, H * d).
 
-    q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
-    window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
+    Args:
+        q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
+        window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     """
     parts = []
     start = 0
@@ -328,7 +329,9 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
     """Multiply each row of x by its expert's matrix, in one MLX kernel for each block of columns.
 
-    indices_n: index of each row's expert in the blocks, ascending. many: True for at least `MANY_ROWS` rows.
+    Args:
+        indices_n: index of each row's expert in the blocks, ascending.
+        many: True for at least `MANY_ROWS` rows.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [

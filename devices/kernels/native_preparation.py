@@ -105,8 +105,9 @@ class Preparation:
 def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int | None:
     """Return the address of an array with the matrices of several experts for C; None if a matrix is not loaded.
 
-    prefixes: the beginnings of the names of each expert's weights, such as "experts.0.".
-    held: list to which the arrays are appended, which must exist as long as C uses them.
+    Args:
+        prefixes: the beginnings of the names of each expert's weights, such as "experts.0.".
+        held: list to which the arrays are appended, which must exist as long as C uses them.
     """
     names = [prefix + part for prefix in prefixes for part in EXPERT_PARTS]
     if not all(name in weights for name in names):

@@ -244,8 +244,9 @@ def route(
 ) -> None:
     """Normalise tokens, compute router logits, choose each token's k experts; write results to the last four arguments.
 
-    layer_norm: True to normalise by mean and variance, False by the root mean square. sum_to_one: True if the weights
-    of a token's chosen experts add up to 1. Experts are ascending.
+    Args:
+        layer_norm: True to normalise by mean and variance, False by the root mean square.
+        sum_to_one: True if the weights of a token's chosen experts add up to 1. Experts are ascending.
     """
     norm(hidden_TD, norm_D, eps, layer_norm, x_TD)
     logits_TE.copy_(_product(x_TD, torch.cat(blocks)))

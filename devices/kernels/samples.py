@@ -40,7 +40,7 @@ class Sample(NamedTuple):
     exact: Callable[[], Tensor]
 
     def plain(self, dtype: torch.dtype) -> Weights:
-        """Return a copy of the weights in which quantized blocks are decoded and rounded to a dtype."""
+        """Return a copy of the weights in which quantised blocks are decoded and rounded to a dtype."""
         blocks = {name: [plain_block(block, dtype) for block in each] for name, each in self.weights.items()}
         return Weights(blocks, self.weights.layer)
 
@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 
     Attributes:
         blocks: number of row blocks.
-        coded: quantized format of the blocks; None for plain ones. Routers, and matrices that do not fit the format,
+        coded: quantised format of the blocks; None for plain ones. Routers, and matrices that do not fit the format,
             are plain.
     """
 

@@ -23,9 +23,11 @@ def attend_with_sinks(
 ) -> Tensor:
     """Attend causally from the last tokens of S sequences, each over its own keys and values: (T, H * d).
 
-    sinks_H: the score of each head's sink. q_THd: the new tokens, equally many of each sequence, one sequence after the
-    other. window: number of tokens that a query sees, itself included; None for all earlier ones. scale: factor on the
-    scores; None for 1 / sqrt(d).
+    Args:
+        sinks_H: the score of each head's sink.
+        q_THd: the new tokens, equally many of each sequence, one sequence after the other.
+        window: number of tokens that a query sees, itself included; None for all earlier ones.
+        scale: factor on the scores; None for 1 / sqrt(d).
     """
     queries = q_THd.chunk(len(keys_SLKd))
     parts = [

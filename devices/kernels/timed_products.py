@@ -81,9 +81,11 @@ class TimedProducts:
     def of_coded_rows(
         self, matrices: list[CodedRows], inputs: int, dtype: torch.dtype
     ) -> Callable[[int], Call]:
-        """Return a function that, given a number of rows, makes a product with quantized matrices of one format.
+        """Return a function that, given a number of rows, makes a product with quantised matrices of one format.
 
-        inputs: number of entries in a row of x. dtype: dtype of x.
+        Args:
+            inputs: number of entries in a row of x.
+            dtype: dtype of x.
         """
         turns = cycle(matrices)
         native = self._native if dtype == torch.bfloat16 else None

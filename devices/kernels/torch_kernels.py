@@ -244,7 +244,7 @@ def kernel_rows() -> list[KernelRow]:
 
 
 def fill(table: KernelTable, resources: Resources) -> None:
-    """Add the shipped kernels to a table: native ones if there are threads, ones for quantized weights, and torch's."""
+    """Add the shipped kernels to a table: native ones if there are threads, ones for quantised weights, and torch's."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
     for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))
@@ -268,8 +268,11 @@ def open_native(
 ) -> NativeKernels | None:
     """Start the native kernels' threads for products of up to `rows` rows; returns None if torch computes everything.
 
-    choice: `auto`, `torch`, or an instruction set. cores: number of threads. pin: whether each thread is pinned to a
-    core. free_cores: number of cores kept free of these threads.
+    Args:
+        choice: `auto`, `torch`, or an instruction set.
+        cores: number of threads.
+        pin: whether each thread is pinned to a core.
+        free_cores: number of cores kept free of these threads.
     """
     if choice == TORCH or not instruction_sets():
         return None

@@ -62,7 +62,7 @@ class PlainKernel(TorchKernel):
     takes = "plain weights"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why quantized ("coded") weights are refused; empty for plain weights."""
+        """Return the reason why quantised ("coded") weights are refused; empty for plain weights."""
         return "it reads plain weights" if case.formats & CODED else ""
 
 
@@ -236,7 +236,7 @@ class TorchExpert(PlainKernel):
     takes = "plain weights of experts without biases"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why quantized weights, or experts unlike three matrices with SiLU, are refused; else ""."""
+        """Return the reason why quantised weights, or experts unlike three matrices with SiLU, are refused; else ""."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")

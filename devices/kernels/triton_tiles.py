@@ -151,8 +151,11 @@ def product(
 ):
     """Multiply OUTPUTS rows of a matrix, from `first` on, by the rows t of x; returns a tile (outputs, rows), float32.
 
-    wanted: mask of the rows t to load. table: first row and address of each row block of the matrix. rows: number of
-    rows of the matrix. width: number of inputs.
+    Args:
+        wanted: mask of the rows t to load.
+        table: first row and address of each row block of the matrix.
+        rows: number of rows of the matrix.
+        width: number of inputs.
     """
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     stop = tl.minimum(first + OUTPUTS, rows)

@@ -73,7 +73,9 @@ class Workspace:
     ) -> torch.Tensor:
         """Return the tensor of this name, shape and dtype; a call with a new name or another shape allocates it.
 
-        zero: True to fill the tensor with zeros when it is allocated. device: None for the host.
+        Args:
+            zero: True to fill the tensor with zeros when it is allocated.
+            device: None for the host.
         """
         found = self._tensors.get(name)
         if found is None or found.shape != shape:

@@ -146,7 +146,9 @@ class MlxDevice:
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Make this device one of several nodes; each computes the experts that a batch's plan places on it.
 
-        transport: carries exchanges between the nodes. rank, first: not used.
+        Args:
+            transport: carries exchanges between the nodes.
+            rank, first: not used.
         """
         self._transport = transport
 

@@ -65,7 +65,9 @@ class MlxExperts:
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Arrays) -> None:
         """Run all experts of a layer that have rows, one after the other, without evaluating their outputs.
 
-        counts: number of rows of each expert that has any. weights: the layer's weights.
+        Args:
+            counts: number of rows of each expert that has any.
+            weights: the layer's weights.
         """
         rows: ExpertRows = self._states[task.micro_batch].rows
         for expert in counts:

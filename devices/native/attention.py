@@ -88,8 +88,9 @@ class NativeAttention:
 
         All tensors are contiguous, on the CPU, and of the cache's dtype, which is one of `DTYPES`.
 
-        sinks_H: the score of each head's attention sink, float32; None without sinks.
-        scale: factor on the scores; by default one over the square root of d.
+        Args:
+            sinks_H: the score of each head's attention sink, float32; None without sinks.
+            scale: factor on the scores; by default one over the square root of d.
         """
         count, heads, head_dim = q_SHd.shape
         out_SX = torch.empty(count, heads * head_dim, dtype=q_SHd.dtype)
@@ -108,7 +109,10 @@ class NativeAttention:
     ) -> AttentionCall:
         """Return a call of `attend` that can be repeated: it reads and writes these tensors, which must live as long.
 
-        cached: the layer's KV cache. out_SX: receives the results (S, H * d). sinks_H, scale: as for `attend`.
+        Args:
+            cached: the layer's KV cache.
+            out_SX: receives the results (S, H * d).
+            sinks_H, scale: as for `attend`.
         """
         count, heads, head_dim = q_SHd.shape
         kv_heads = k_SKd.shape[1]

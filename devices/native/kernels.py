@@ -1,4 +1,4 @@
-"""The threads of the native library, and its products of bfloat16 rows with bfloat16 and quantized matrices."""
+"""The threads of the native library, and its products of bfloat16 rows with bfloat16 and quantised matrices."""
 
 from __future__ import annotations
 
@@ -98,8 +98,10 @@ class NativeKernels:
     ) -> None:
         """Run an expert by its C function, which reads x and writes y.
 
-        matrices: descriptions of gate, up and down, which must stay alive. weights: their addresses. width: size I of
-        the inner activations.
+        Args:
+            matrices: descriptions of gate, up and down, which must stay alive.
+            weights: their addresses.
+            width: size I of the inner activations.
         """
         x_nD = _with_plain_rows(x_nD)
         shape = (*x_nD.shape, width, x_nD.data_ptr(), x_nD.stride(0))

@@ -1,1 +1,1 @@
-"""Products by weights in plain, packed or quantized blocks in torch, and the number of cores that these use."""
+"""Products by weights in plain, packed or quantised blocks in torch, and the number of cores that these use."""

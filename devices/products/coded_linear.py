@@ -1,4 +1,4 @@
-"""Products with quantized ("coded") matrices: by exact sums on the CPU, by decoded rows on GPUs.
+"""Products with quantised ("coded") matrices: by exact sums on the CPU, by decoded rows on GPUs.
 
 Shapes in names: T rows of x, D inputs in G groups of g, N outputs.
 
@@ -61,7 +61,7 @@ class Pieces:
 
 
 def coded_linear(x_TD: Tensor, block: CodedRows) -> Tensor:
-    """Multiply rows by quantized weights W with exact sums, rounded once to the dtype of x: x @ W.T, (T, N)."""
+    """Multiply rows by quantised weights W with exact sums, rounded once to the dtype of x: x @ W.T, (T, N)."""
     y_TN = x_TD.new_empty(len(x_TD), len(block))
     group = block.format.group
     with one_core():
@@ -74,7 +74,7 @@ def coded_linear(x_TD: Tensor, block: CodedRows) -> Tensor:
 
 
 def unpacked_linear(x_TD: Tensor, block: CodedRows) -> Tensor:
-    """Multiply rows by quantized weights W, some rows of W at a time decoded to the dtype of x: x @ W.T, (T, N)."""
+    """Multiply rows by quantised weights W, some rows of W at a time decoded to the dtype of x: x @ W.T, (T, N)."""
     rows = max(1, UNPACKED_TILE // x_TD.shape[1])
     parts = [plain_linear(x_TD, tile.plain(x_TD.dtype)) for tile in block.split(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

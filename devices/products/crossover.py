@@ -150,7 +150,9 @@ Call = Callable[[], object]
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
     """Yield each number of rows with two products to time, the native one and torch's.
 
-    shape: of the matrix. packed: True if torch multiplies by packed weights.
+    Args:
+        shape: of the matrix.
+        packed: True if torch multiplies by packed weights.
     """
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [_matrix(shape) for _ in range(count)]

@@ -47,8 +47,10 @@ class Experts(Protocol):
     def group(self, task: Task, routed: RouterOutput, read: Callable[..., Any], *tensors: Any) -> Any:
         """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, as `Library.value`.
 
-        routed: the router's result. read: function that makes the value, the number of rows of each expert that has
-        any, from each token's experts and `tensors`, all as arrays on the host.
+        Args:
+            routed: the router's result.
+            read: function that makes the value, the number of rows of each expert that has any, from each token's
+                experts and `tensors`, all as arrays on the host.
         """
 
     def scores(self, logits_TE: Any) -> Any:

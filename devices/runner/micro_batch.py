@@ -94,8 +94,9 @@ class MicroBatchState:
     def take_memory(self, rows: int, scratch: Scratch) -> Workspace:
         """Return memory for a step's results, kept for later steps with this number of rows unless `rows` is large.
 
-        rows: number of tokens in the step.
-        scratch: memory for intermediate results.
+        Args:
+            rows: number of tokens in the step.
+            scratch: memory for intermediate results.
         """
         memory = self._memories.get(rows) or Workspace(rows, scratch)
         if memory.kept and rows not in self._memories:
@@ -152,8 +153,10 @@ def wholes_of(
 ) -> list[MicroBatchState]:
     """Make the state of each micro-batch, whose first step computes its prompts as a whole.
 
-    micro_batches: for each micro-batch, the numbers of its requests. prompts: the token ids of each request, by its
-    number. beams: number of sequences of each request while decoding.
+    Args:
+        micro_batches: for each micro-batch, the numbers of its requests.
+        prompts: the token ids of each request, by its number.
+        beams: number of sequences of each request while decoding.
     """
     return [
         MicroBatchState(requests, [prompts[request] for request in requests], beams)
@@ -166,8 +169,10 @@ def chunks_of(
 ) -> list[MicroBatchState]:
     """Make the states of prefill's chunks, in order; each chunk shares the KV caches of its micro-batch.
 
-    chunks: the chunks by their number. wholes: the states of the micro-batches, by number. prompts: each request's
-    tokens.
+    Args:
+        chunks: the chunks by their number.
+        wholes: the states of the micro-batches, by number.
+        prompts: each request's tokens.
     """
     states: dict[int, MicroBatchState] = {}
     for number, chunk in chunks.items():

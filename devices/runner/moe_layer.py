@@ -132,7 +132,9 @@ class MoELayer:
     def group(self, task: Task, routed: RouterOutput, *, reports: bool = True) -> dict[int, int]:
         """Sort a micro-batch's rows by expert, and keep them in its state; returns each chosen expert's number of rows.
 
-        routed: the router's result. reports: True to report the choices to an observer, if there is one.
+        Args:
+            routed: the router's result.
+            reports: True to report the choices to an observer, if there is one.
         """
         read = self._reader(task) if reports else partial(_read, _ignore, self._experts_of(task))
         counts: dict[int, int] = self._library.settled(self._experts.group(task, routed, read))

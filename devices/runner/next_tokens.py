@@ -31,7 +31,9 @@ class Beams(Protocol):
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
         """Extend the beams of some requests of a micro-batch by a token; returns the state of each one's search.
 
-        places: indices of these requests in the micro-batch. logits_SV: logits of all beams of these requests.
+        Args:
+            places: indices of these requests in the micro-batch.
+            logits_SV: logits of all beams of these requests.
         """
 
 
@@ -144,8 +146,9 @@ class NextTokens:
     def _of_prompt(self, state: MicroBatchState, place: int, likeliest: int) -> list[Logprob | None]:
         """Return log probabilities of a sequence's prompt tokens by the step's logits; None for a prompt's first token.
 
-        place: index of the sequence in the micro-batch. likeliest: number of likeliest tokens to list beside each
-        token.
+        Args:
+            place: index of the sequence in the micro-batch.
+            likeliest: number of likeliest tokens to list beside each token.
         """
         following = state.following[place]
         ids = state.new[place] if following is None else [*state.new[place], following]

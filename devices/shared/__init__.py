@@ -1,1 +1,1 @@
-"""Parts that several devices use: reading pages from files, quantized weights, exchanges of nodes, token checks."""
+"""Parts that several devices use: reading pages from files, quantised weights, exchanges of nodes, token checks."""

@@ -1,4 +1,4 @@
-"""Row blocks of matrices in a quantized ("coded") storage format: their bytes, and the decoding into numbers."""
+"""Row blocks of matrices in a quantised ("coded") storage format: their bytes, and the decoding into numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class Groups(NamedTuple):
-    """The groups of N quantized rows, G groups of g weights in each: float32; a weight is code * scale + minimum.
+    """The groups of N quantised rows, G groups of g weights in each: float32; a weight is code * scale + minimum.
 
     Attributes:
         minimums_NG: the number that is added to each weight of a group; None in a format without minimums.
@@ -28,7 +28,7 @@ class Groups(NamedTuple):
 
 
 class CodedRows:
-    """Rows of a matrix in a quantized format, as they are stored.
+    """Rows of a matrix in a quantised format, as they are stored.
 
     Args:
         raw_NB: the bytes of the rows, uint8.
@@ -103,17 +103,17 @@ Block = Tensor | CodedRows
 
 
 def rows_of(block: Block) -> Tensor:
-    """Return the tensor with a block's rows: numbers if the block is plain, bytes if it is quantized."""
+    """Return the tensor with a block's rows: numbers if the block is plain, bytes if it is quantised."""
     return block.raw_NB if isinstance(block, CodedRows) else block
 
 
 def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
-    """Return a block's weights: decoded to a dtype if the block is quantized, otherwise the block itself."""
+    """Return a block's weights: decoded to a dtype if the block is quantised, otherwise the block itself."""
     return block.plain(dtype) if isinstance(block, CodedRows) else block
 
 
 def require_plain(config: ModelConfig, device: str) -> None:
-    """Raise BadInput for a model with quantized weights, as the device of this name has no kernel for them."""
+    """Raise BadInput for a model with quantised weights, as the device of this name has no kernel for them."""
     if formats := config.coded_formats:
         raise BadInput(
             f"{config.name}: device {device} has no kernel for weights in {', '.join(formats)}: use --device torch"

@@ -37,8 +37,11 @@ def read_joined(
 ) -> int:
     """Read a range of rows of a tensor into `out` (uint8, 1-D), codes joined with scales; returns the bytes read.
 
-    files: the open files, by path. rows: first row, and the row after the last. join: function that joins codes and
-    scales. cached: True to take from the page cache the bytes that it has.
+    Args:
+        files: the open files, by path.
+        rows: first row, and the row after the last.
+        join: function that joins codes and scales.
+        cached: True to take from the page cache the bytes that it has.
     """
     first, last = (row * (stored.shape[1] // MXFP4.group) for row in rows)
     joined_GB = out.numpy().reshape(-1, MXFP4.block_bytes)
@@ -68,8 +71,10 @@ def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, 
 def join_by_arrays(codes: Bytes, scales_G: Bytes, joined_GB: Bytes) -> None:
     """Join the codes and the scales of G groups of weights in the form that kernels read.
 
-    codes: 16 bytes for each group, with neighbouring codes in one byte. scales_G: a byte for each group.
-    joined_GB: array (G, 17) that is written: each group's scale, then its codes in the kernels' order.
+    Args:
+        codes: 16 bytes for each group, with neighbouring codes in one byte.
+        scales_G: a byte for each group.
+        joined_GB: array (G, 17) that is written: each group's scale, then its codes in the kernels' order.
     """
     first_G8, last_G8 = codes.reshape(-1, 2, CODE_BYTES // 2).swapaxes(0, 1)
     joined_GB[:, 0] = scales_G

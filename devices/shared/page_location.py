@@ -84,8 +84,10 @@ def locate(
 ) -> PageLocation:
     """Return the location of a page of weights in the files and in a slot.
 
-    format_of: function from a tensor's canonical name to the format that kernels need. tensors: the stored tensors, by
-    canonical name. files: the open files, by path.
+    Args:
+        format_of: function from a tensor's canonical name to the format that kernels need.
+        tensors: the stored tensors, by canonical name.
+        files: the open files, by path.
     """
     stored = [tensors[extent.tensor] for extent in page.extents]
     formats = [format_of(extent.tensor) for extent in page.extents]

@@ -139,7 +139,7 @@ class PageReader:
     def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
         """Return a page's tensors as views of a slot's bytes, by canonical name, each as row blocks, top to bottom.
 
-        A block is a tensor, or `CodedRows` in a quantized format. The blocks of a matrix that the files hold
+        A block is a tensor, or `CodedRows` in a quantised format. The blocks of a matrix that the files hold
         transposed are (outputs, some of the inputs), left to right.
 
         Args:
@@ -285,14 +285,14 @@ def _convert(
 
 
 def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
-    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `CodedRows` in a quantized format."""
+    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `CodedRows` in a quantised format."""
     if stored.codes is not None:
         return CodedRows(raw.view(shape[0], -1), stored)
     return raw.view(DTYPES[stored.name]).view(shape)
 
 
 def _dtype_of(stored: StoredFormat) -> torch.dtype:
-    """Return the dtype of a plain format's numbers; uint8 for a quantized format."""
+    """Return the dtype of a plain format's numbers; uint8 for a quantised format."""
     return DTYPES.get(stored.name, torch.uint8)
 
 

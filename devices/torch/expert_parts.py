@@ -144,7 +144,9 @@ class ExpertRunner:
     ) -> Iterator[list[ExpertPart]]:
         """Yield groups of neighbouring parts that one call computes with the same bits as a call for each part.
 
-        expert: None for the shared expert. weights: the layer's.
+        Args:
+            expert: None for the shared expert.
+            weights: the layer's.
         """
         group: list[ExpertPart] = []
         for part in parts:

@@ -147,7 +147,9 @@ class TorchExperts:
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
         """Test whether an expert runs on one core beside other experts; False if its kernel has threads of its own.
 
-        rows: the expert's number of rows. weights: the layer's.
+        Args:
+            rows: the expert's number of rows.
+            weights: the layer's.
         """
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
 

@@ -160,7 +160,7 @@ class FirstBadTensor:
         return views
 
     def _weights(self, pages: Sequence[Page]) -> PlainBlocks:
-        """Read pages from the files; returns their tensors by canonical name, as row blocks, decoded if quantized."""
+        """Read pages from the files; returns their tensors by canonical name, as row blocks, decoded if quantised."""
         weights: PlainBlocks = {}
         for page in pages:
             memory = aligned_bytes(self._reader.bytes_in_slot(page))

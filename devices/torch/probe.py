@@ -72,8 +72,8 @@ class TorchProbe:
         """Make matrices (outputs, inputs) for timing their products with some rows.
 
         Args:
-            dtype: dtype of the rows, and of matrices that are not quantized.
-            stored: quantized storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
+            dtype: dtype of the rows, and of matrices that are not quantised.
+            stored: quantised storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
                 row.
             packed: whether torch multiplies by packed matrices; otherwise native kernels multiply few rows.
 

@@ -61,11 +61,11 @@ def _means(measured: _Measured) -> Mapping[int, int]:
     kinds: dict[Hashable, list[tuple[int, int]]] = {}
     for index, kind, nanoseconds in measured:
         kinds.setdefault(kind, []).append((index, nanoseconds))
-    return {
-        index: round(fmean(nanoseconds for _, nanoseconds in group))
-        for group in kinds.values()
-        for index, _ in group
-    }
+    means: dict[int, int] = {}
+    for group in kinds.values():
+        mean = round(fmean(nanoseconds for _, nanoseconds in group))
+        means |= {index: mean for index, _ in group}
+    return means
 
 
 def _submit_delays(recording: Recording) -> _Measured:

@@ -26,7 +26,7 @@ def returning_pages(recording: Recording) -> frozenset[Key]:
     for each in sorted((each for each in recording.slices if each.task.expert >= 0), key=key_of):
         task, used = each.task, by_rank.setdefault(each.lane.rank, {})
         expert = task.layer, task.expert
-        if task.pool_slots and expert in used:
+        if task.pool_slots and task.pages and expert in used:
             kept = islice(reversed(used), 2 * task.pool_slots // task.pages)
             if expert in kept:
                 found.append(key_of(each))

@@ -48,7 +48,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         matrices: (outputs, inputs) of products, from an expert of a small model to one of a large model.
         rows: numbers of rows of products on the GPU; in float32 only the fewest and the most.
         host_rows: numbers of rows of products on the CPU.
-        coded_rows: numbers of rows of products with coded (quantized) matrices, on GPU and CPU.
+        coded_rows: numbers of rows of products with coded (quantised) matrices, on GPU and CPU.
         small, large: bytes of a small and a large copy, from which latency and bandwidth follow; `large` is about a
             page of weights.
         stream: bytes of a pass over memory.

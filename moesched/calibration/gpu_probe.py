@@ -46,13 +46,13 @@ class Copy(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Launches of a number of almost empty kernels on a GPU, one after the other."""
+    """Launches of `kernels` almost empty kernels on a GPU, one after the other."""
 
     kernels: int
 
 
 class RoundTrip(NamedTuple):
-    """An almost empty kernel, and the host's wait for its result of a few bytes."""
+    """An almost empty kernel, and the host's wait for its result of `nbytes` bytes."""
 
     nbytes: int
 
@@ -65,8 +65,7 @@ class GpuProbe(Protocol):
 
     Attributes:
         gpu_name: the GPU's name, from its driver.
-        gpu_bytes: size of the GPU's memory.
-        host_bytes: size of the host's memory.
+        gpu_bytes, host_bytes: bytes of the GPU's and of the host's memory.
         half: the GPU's dtype of 16 bits: "bfloat16", or "float16" if it has no bfloat16.
     """
 

@@ -130,7 +130,9 @@ class TaskTimes:
         Gaps are recorded between tasks on the accelerator's lane, and across lanes from `pre_attention` to
         `cpu_attention`.
         """
-        on_lane = [task for task in sorted(tasks, key=_start) if task.lane.name == "accelerator"]
+        on_lane = [
+            task for task in sorted(tasks, key=lambda task: task.start) if task.lane.name == "accelerator"
+        ]
         self._gaps[DISPATCH] += [
             (after.start - before.end) / 1e9
             for before, after in pairwise(on_lane)
@@ -356,7 +358,3 @@ def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
 
 def _seconds(task: Task) -> float:
     return (task.end - task.start) / 1e9
-
-
-def _start(task: Task) -> int:
-    return task.start

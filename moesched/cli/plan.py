@@ -18,6 +18,7 @@ from moesched.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from moesched.planner import ClusterProposal
+    from moesched.planner.cluster import Way
     from moesched.planner.proposal import Proposal
     from moesched.planner.ranking import Ranked
 
@@ -164,41 +165,17 @@ def _ranked_row(ranked: Ranked) -> list[str]:
 
 def print_cluster(proposal: ClusterProposal) -> None:
     """Print the lower bound of a token's time, the placement of experts, and other ways to split the model."""
-    bound = proposal.bound
     say(
         f"\n{proposal.model} ({proposal.dtype}) on {proposal.nodes} x {proposal.machine}, {proposal.network}: "
         f"the bound of a token with {proposal.policy}\n"
     )
-    rows = [
-        ["weights into the caches", format_seconds(bound.load_seconds)],
-        ["compute, meanwhile", format_seconds(bound.compute_seconds)],
-        ["exchanges: latency", format_seconds(bound.latency_seconds)],
-        ["exchanges: transfer", format_seconds(bound.transfer_seconds)],
-        ["a token", format_seconds(bound.seconds)],
-        ["tokens/s, at most", f"{bound.tokens_per_second:.4g}"],
-        ["experts a layer on the busiest node", _with_error(proposal)],
-    ]
-    if proposal.tokens_per_second_per_usd is not None:
-        rows.append(["price", f"{proposal.price_usd:,.0f} USD"])
-        rows.append(["tokens/s per USD", f"{proposal.tokens_per_second_per_usd:.3g}"])
-    print_table(["", ""], rows, figures=1)
+    print_table(["", ""], [[name, value] for name, value in _bound_rows(proposal)], figures=1)
     say()
     held = [[str(node), " ".join(map(str, experts))] for node, experts in enumerate(proposal.placement)]
     print_table(["node", "holds experts"], held)
     say()
-    ways = [
-        [
-            way.experts if way.replicas <= 1 else f"{way.experts}, {way.replicas:.3g} copies",
-            way.attention,
-            way.policy or "-",
-            f"{way.expected_experts:.4g}",
-            format_bytes(way.bytes_per_node),
-            format_seconds(way.token_seconds),
-            f"{1 / way.token_seconds:.4g}",
-        ]
-        for way in proposal.ways
-    ]
     columns = ["experts", "attention", "policy", "busiest runs", "weights a node", "a token", "tokens/s"]
+    ways = list(map(_way_row, proposal.ways))
     print_table(columns, ways, figures=4, spare=["busiest runs", "weights a node"])
     best, runs = proposal.choice.best, proposal.choice.runs
     say(f"\nBest: experts {best.experts}, attention {best.attention}.")
@@ -208,9 +185,31 @@ def print_cluster(proposal: ClusterProposal) -> None:
         say(f"The fastest way that one of our policies implements: {runs.policy}.")
 
 
-def _with_error(proposal: ClusterProposal) -> str:
-    error = proposal.expected_experts_error
-    return f"{proposal.expected_experts:.4g}" + (f" ± {error:.2g}, drawn" if error else "")
+def _bound_rows(proposal: ClusterProposal) -> Iterator[tuple[str, str]]:
+    bound, error = proposal.bound, proposal.expected_experts_error
+    yield "weights into the caches", format_seconds(bound.load_seconds)
+    yield "compute, meanwhile", format_seconds(bound.compute_seconds)
+    yield "exchanges: latency", format_seconds(bound.latency_seconds)
+    yield "exchanges: transfer", format_seconds(bound.transfer_seconds)
+    yield "a token", format_seconds(bound.seconds)
+    yield "tokens/s, at most", f"{bound.tokens_per_second:.4g}"
+    drawn = f" ± {error:.2g}, drawn" if error else ""
+    yield "experts a layer on the busiest node", f"{proposal.expected_experts:.4g}{drawn}"
+    if proposal.tokens_per_second_per_usd is not None:
+        yield "price", f"{proposal.price_usd:,.0f} USD"
+        yield "tokens/s per USD", f"{proposal.tokens_per_second_per_usd:.3g}"
+
+
+def _way_row(way: Way) -> list[str]:
+    return [
+        way.experts if way.replicas <= 1 else f"{way.experts}, {way.replicas:.3g} copies",
+        way.attention,
+        way.policy or "-",
+        f"{way.expected_experts:.4g}",
+        format_bytes(way.bytes_per_node),
+        format_seconds(way.token_seconds),
+        f"{1 / way.token_seconds:.4g}",
+    ]
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:

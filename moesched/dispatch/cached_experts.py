@@ -65,8 +65,9 @@ class CachedExperts:
     def hits(self, layer: int, chosen: Mapping[int, int], step: int) -> list[int]:
         """Report a layer's chosen experts to the rule; return those that are in the cache, in ascending order.
 
-        chosen: for each chosen expert, the number of tokens that chose the expert.
-        step: number of the step; never lower than in an earlier call.
+        Args:
+            chosen: for each chosen expert, the number of tokens that chose the expert.
+            step: number of the step; never lower than in an earlier call.
         """
         self._ruled.use_all(self._first[layer], chosen, step)
         return sorted(chosen.keys() & self._here[layer])

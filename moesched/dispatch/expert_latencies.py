@@ -59,8 +59,9 @@ class ExpertLatencies:
     def moving(self, pages: Sequence[Page], source: Role | None = None, to: Role = "accelerator") -> float:
         """Return the seconds to move pages in one transfer; 0 if source and destination are the same memory.
 
-        source: the memory that pages are read from; None for the memory where all weights are kept.
-        to: the memory that pages are written to.
+        Args:
+            source: the memory that pages are read from; None for the memory where all weights are kept.
+            to: the memory that pages are written to.
         """
         memory = self._roles.weights if source is None else self._plan.memory(source).name
         destination = self._plan.memory(to).name
@@ -111,8 +112,9 @@ class ExpertLatencies:
     def _line(self, source: str, destination: str, kind: str) -> tuple[float, float]:
         """Fit a line to the latency of copying rows from one memory to another.
 
-        source, destination: names of the memories.
-        kind: kind of task that copies the rows, such as "load_routed".
+        Args:
+            source, destination: names of the memories.
+            kind: kind of task that copies the rows, such as "load_routed".
 
         Returns:
             (seconds that each copy takes whatever its size, further seconds per row).

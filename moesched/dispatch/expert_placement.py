@@ -31,8 +31,7 @@ def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Exper
         strategy: "popular" puts the most popular experts first; "worst" the least popular ones; "random" shuffles them
             by `seed`; "front" puts the first layer's experts first, then the second layer's, and so on; "balanced"
             takes the most popular expert of every layer, then the second of every layer, and so on.
-        popularity: number of tokens that chose each expert, as [layers][experts]; empty rows for layers without
-            experts.
+        popularity: by layer and expert, the number of tokens that chose the expert; empty for layers without experts.
 
     Raises:
         BadInput: there is no such strategy.
@@ -54,7 +53,7 @@ def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Exper
 
 
 def popularity_of(plan: Plan, path: str = "") -> Popularity:
-    """Read the popularity of all experts, as [layers][experts], from a file with a routing profile.
+    """Read the popularity of all experts, by layer and expert, from a file with a routing profile.
 
     path: the file; "" makes all experts equally popular.
 
@@ -140,9 +139,10 @@ def tokens_of(routed: Routed) -> Mapping[int, int]:
 def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterable[int]) -> dict[int, float]:
     """Map each expert to the seconds that its tokens take, if each micro-batch's tokens run on their own.
 
-    latency: function from a number of tokens to seconds.
-    routed: for each micro-batch, the number of its tokens that chose each expert.
-    experts: the experts to compute the seconds of.
+    Args:
+        latency: function from a number of tokens to seconds.
+        routed: for each micro-batch, the number of its tokens that chose each expert.
+        experts: the experts to compute the seconds of.
     """
     if len(routed) == 1:
         [chosen] = routed.values()

@@ -54,8 +54,9 @@ class LayerDecisions:
     def divide(self, routed: Routed, here: Collection[int]) -> Division:
         """Divide the experts that a group of micro-batches chose between host and accelerator.
 
-        routed: for each micro-batch, the number of its tokens that chose each expert.
-        here: the layer's experts that are on the accelerator.
+        Args:
+            routed: for each micro-batch, the number of its tokens that chose each expert.
+            here: the layer's experts that are on the accelerator.
         """
         size = tokens_of(routed).__getitem__
         chosen = users_of(routed)

@@ -121,8 +121,9 @@ class ChosenExperts:
     def busy(self, host: float, fetched: int) -> float:
         """Return the seconds that the host's experts take while experts are fetched, which slows the host down.
 
-        host: seconds that the host's experts would take without fetches.
-        fetched: number of fetched experts.
+        Args:
+            host: seconds that the host's experts would take without fetches.
+            fetched: number of fetched experts.
         """
         throughout = host / self._host_rate
         for_a_time = host + fetched * self.transfer * (1.0 - self._host_rate) / self._link_rate
@@ -131,8 +132,9 @@ class ChosenExperts:
     def moving(self, fetched: int, busy: float) -> float:
         """Return the seconds that fetches take while the host runs experts, which slows the fetches down.
 
-        fetched: number of fetched experts.
-        busy: seconds during which the host runs experts.
+        Args:
+            fetched: number of fetched experts.
+            busy: seconds during which the host runs experts.
         """
         alone = fetched * self.transfer
         throughout, for_a_time = alone / self._link_rate, alone + (1.0 - self._link_rate) * busy
@@ -233,8 +235,9 @@ class _Thresholds:
     def _host_is_last(self, away: int, even: int | None = None) -> bool:
         """Test whether the host's experts take at least as long as the resident experts that stay on the accelerator.
 
-        away: number of resident experts that run on the host.
-        even: number of missing experts that are fetched; None for the number that `_even` returns.
+        Args:
+            away: number of resident experts that run on the host.
+            even: number of missing experts that are fetched; None for the number that `_even` returns.
         """
         even = self._even(away) if even is None else even
         return self._away[away] + self._left[even] >= self._here[away]

@@ -122,8 +122,9 @@ def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, i
     rows first, goes to the node that holds it and has the fewest rows; then experts move off the busiest node while
     that helps. The result depends on routing and placement alone, so every node computes the same one.
 
-    rows: number of rows of each expert.
-    placement: the experts that each node holds.
+    Args:
+        rows: number of rows of each expert.
+        placement: the experts that each node holds.
     """
     loads = {expert: max(count, ROWS_TO_READ) for expert, count in rows.items()}
     best = assign(loads, placement)
@@ -150,10 +151,11 @@ def _better_move(
 
     The new node holds the expert, and afterwards has less load than the busiest node had before.
 
-    owners: the node that runs each expert.
-    busy: load of each node, in rows.
-    loads: load of each expert, in rows.
-    placement: the experts that each node holds.
+    Args:
+        owners: the node that runs each expert.
+        busy: load of each node, in rows.
+        loads: load of each expert, in rows.
+        placement: the experts that each node holds.
     """
     busiest_node = max(range(len(busy)), key=busy.__getitem__)
     for expert, owner in sorted(owners.items()):
@@ -178,9 +180,10 @@ def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
     choices of experts, where experts on the same nodes count as equal. Otherwise the mean is over `SAMPLES` random
     choices.
 
-    placement: the experts that each node holds.
-    top_k: number of experts that a token chooses.
-    seed: seed of the random choices.
+    Args:
+        placement: the experts that each node holds.
+        top_k: number of experts that a token chooses.
+        seed: seed of the random choices.
     """
     holders = holders_of(placement)
     if cases(holders, top_k) <= MOST_CASES:

@@ -104,10 +104,11 @@ def warm_spare(
 
     Enough experts are warmed that this node runs as many as the busiest node, for which this node has to wait anyway.
 
-    owners: the node that runs each chosen expert.
-    own: chosen experts that this node runs.
-    recent: this node's experts in LRU order, updated by this call.
-    idle: experts that are warmed even if this node does not have to wait.
+    Args:
+        owners: the node that runs each chosen expert.
+        own: chosen experts that this node runs.
+        recent: this node's experts in LRU order, updated by this call.
+        idle: experts that are warmed even if this node does not have to wait.
     """
     quota = max(Counter(owners.values()).values(), default=0)
     spare = recent.first(quota - len(own), without=own)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from operator import sub
 from typing import Protocol, runtime_checkable
 
@@ -63,11 +63,10 @@ class ReplayedRun:
 
         Loading ends with the last of its tasks, each other step with the last of its `sample` tasks.
         """
-        ends, base = [], 0
-        for step in self.steps:
-            ends.append(max((self.ends[base + position] for position in step.final), default=0))
-            base += len(step.tasks)
-        return ends
+        return [
+            max((self.ends[base + position] for position in step.final), default=0)
+            for base, step in zip(self.bases, self.steps, strict=False)
+        ]
 
     @cached_property
     def bases(self) -> list[int]:
@@ -90,14 +89,10 @@ class ReplayedRun:
     def busy(self, lanes: Sequence[Lane]) -> dict[str, int]:
         """Return the nanoseconds that each lane was busy after loading, by the lane's name."""
         busy = [0] * len(lanes)
-        base = 0
-        for index, step in enumerate(self.steps):
-            stop = base + len(step.tasks)
-            if index:
-                took = list(map(sub, self.ends[base:stop], self.starts[base:stop]))
-                for lane, positions in enumerate(step.by_lane):
-                    busy[lane] += sum(map(took.__getitem__, positions))
-            base = stop
+        for (start, stop), step in islice(zip(pairwise(self.bases), self.steps, strict=True), 1, None):
+            took = list(map(sub, self.ends[start:stop], self.starts[start:stop]))
+            for lane, positions in enumerate(step.by_lane):
+                busy[lane] += sum(map(took.__getitem__, positions))
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
 
     def awaits(self) -> list[tuple[int, int]]:

@@ -62,8 +62,8 @@ class FormatOptions(Options):
     format: Annotated[
         str | None,
         Option(
-            "Storage format of the weights: bf16, fp8, q8_0, q6_k, q5_k, q4_k_m, q4_0, mxfp4 or int4, as far as the "
-            "model's family has it. By default the one that the model is published in.",
+            "Storage format of the weights: bf16, fp8, q8_0, q6_k, q5_k, q4_k_m, q4_0, mxfp4, int8 or int4, as far as "
+            "the model's family has it. By default the one that the model is published in.",
             "FORMAT",
             group=DETAILS,
         ),

@@ -164,8 +164,9 @@ class Job:
     def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
         """Return everything that a plan depends on, apart from the batch.
 
-        lengths: prompt lengths in tokens.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
+        Args:
+            lengths: prompt lengths in tokens.
+            slot_bytes: returns the bytes of memory that a page of weights takes.
         """
         return Setting(
             make=self.make,

@@ -21,6 +21,7 @@ from moesched.runs.outcome import (
     Report,
     Use,
     bytes_of_all_ranks,
+    ratio,
     use_of,
 )
 from moesched.runs.process_bytes import ProcessBytes, largest
@@ -250,7 +251,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
     decoding, decode_step = sum(steps), mean_of_known(steps)
     running = sum(sum(report.step_seconds) for report in reports)
     figures = {
-        "throughput_tokens_per_second": _rate(sum(counts), running),
+        "throughput_tokens_per_second": ratio(sum(counts), running),
         "decode_step_seconds": decode_step or 0.0,
         "prefill_seconds": sum(report.prefill_seconds for report in reports),
     }
@@ -266,7 +267,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         request_times=merged([report.request_times for report in reports], requests),
         micro_batch_times=[times for report in reports for times in report.micro_batch_times],
         simulated_steps=None if first.measured else sum(each.simulated_steps or 0 for each in reports),
-        decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), decoding),
+        decode_tokens_per_second=ratio(sum(max(0, count - 1) for count in counts), decoding),
         throughput_tokens_per_second=figures["throughput_tokens_per_second"],
         step_seconds=[seconds for report in reports for seconds in report.step_seconds],
         peak_bytes={name: max(report.peak_bytes[name] for report in reports) for name in first.peak_bytes},
@@ -305,8 +306,8 @@ def at_the_tokens_of(expected: JobReport, measured: JobReport) -> JobReport:
     return msgspec.structs.replace(
         expected,
         tokens=measured.tokens,
-        decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), sum(decoding)),
-        throughput_tokens_per_second=_rate(sum(counts), sum(expected.step_seconds)),
+        decode_tokens_per_second=ratio(sum(max(0, count - 1) for count in counts), sum(decoding)),
+        throughput_tokens_per_second=ratio(sum(counts), sum(expected.step_seconds)),
     )
 
 
@@ -376,7 +377,7 @@ def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
 
 def _merge_lane(uses: Sequence[LaneUse], seconds: float) -> LaneUse:
     busy = sum(use.busy_seconds for use in uses)
-    return LaneUse(busy, min(1.0, _rate(busy, seconds)))
+    return LaneUse(busy, min(1.0, ratio(busy, seconds)))
 
 
 def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
@@ -417,7 +418,3 @@ def _merge_kinds(kinds: Sequence[KindUse]) -> list[KindUse]:
         )
         for (verb, lane), parts in sorted(by_key.items())
     ]
-
-
-def _rate(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else 0.0

@@ -199,7 +199,7 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             attention, bytes of a KV head.
         seconds: time of the operation; for the dispatch of a copy, the copy's time less the link's time for its bytes.
         dtype: dtype of activations and of plain weights; empty if it does not matter.
-        format: storage format of coded (quantized) weights; empty for plain weights.
+        format: storage format of coded (quantised) weights; empty for plain weights.
         rows: number of rows that are multiplied with the weights; for reads or transfers, their number; for a decode
             step's attention, the number of KV heads; for a task's dispatch, the number of calls.
         resource: the processor or link of the measurement; empty on a machine with one processor.

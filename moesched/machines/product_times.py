@@ -1,4 +1,4 @@
-"""Interpolates measured times of matrix products, and derives the costs of coded (quantized) weights."""
+"""Interpolates measured times of matrix products, and derives the costs of coded (quantised) weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProductTimes:
         self._surfaces = {key: Surface(measured) for key, measured in found.items()}
 
     def formats(self, dtype: str) -> list[str]:
-        """Return the coded (quantized) formats whose products in a dtype were measured.
+        """Return the coded (quantised) formats whose products in a dtype were measured.
 
         The result is empty if products with plain weights were not measured in that dtype.
         """
@@ -55,7 +55,7 @@ class ProductTimes:
             dtype: dtype of activations and of plain weights.
             weights: number of weights of the matrix.
             rows: number of rows of activations.
-            stored: quantized format of the weights; `COLUMNS` for plain transposed weights, empty for other plain
+            stored: quantised format of the weights; `COLUMNS` for plain transposed weights, empty for other plain
                 weights.
             resident: whether the weights stay in memory, where a device may have packed them.
         """
@@ -67,7 +67,7 @@ class ProductTimes:
 
 
 class CodedCosts:
-    """Costs of work on coded (quantized) weights, relative to work on equally many plain weights.
+    """Costs of work on coded (quantised) weights, relative to work on equally many plain weights.
 
     The costs follow from measured times of products. The matrices of a part count as one, since a call of the native
     kernels multiplies by all of them. A format that was not measured takes the times of the format with the nearest

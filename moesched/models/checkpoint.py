@@ -243,8 +243,9 @@ def _coded_parts_of(
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield name and location of each canonical tensor in a quantised tensor whose codes and scales are stored apart.
 
-    codes, scales: the stored tensors with the codes and with the scales.
-    published: the names and shapes of the canonical tensors.
+    Args:
+        codes, scales: the stored tensors with the codes and with the scales.
+        published: the names and shapes of the canonical tensors.
     """
     offset, scales_at = (each.data_start + each.entry.data_offsets[0] for each in (codes, scales))
     for name, part in published.parts:
@@ -290,8 +291,9 @@ def _plain_format(found: FoundTensor) -> StoredFormat:
 def _require_rows(found: FoundTensor, shape: Shape, kept: StoredFormat) -> None:
     """Check that a stored tensor has the rows that config.json describes.
 
-    shape: the tensor's shape, in weights.
-    kept: the storage format of the rows; rows in a coded format are stored as bytes.
+    Args:
+        shape: the tensor's shape, in weights.
+        kept: the storage format of the rows; rows in a coded format are stored as bytes.
 
     Raises:
         BadInput: the tensor has another dtype or shape.

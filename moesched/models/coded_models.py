@@ -136,7 +136,8 @@ def quantization_config(config: ModelConfig) -> dict[str, object]:
 
 def _formats(config: ModelConfig, shapes: Mapping[str, Shape], mix: Mix) -> Formats:
     found = {name: _format(config, name, shape, mix) for name, shape in shapes.items()}
-    return _sorted({tensor_in_layer(name): kept.name for name, kept in found.items() if kept is not None})
+    kept = {tensor_in_layer(name): each.name for name, each in found.items() if each is not None}
+    return tuple(sorted(kept.items()))
 
 
 def _format(config: ModelConfig, name: str, shape: Shape, mix: Mix) -> StoredFormat | None:
@@ -161,7 +162,3 @@ def _is_favoured(layer: int, layers: int) -> bool:
     """
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-
-
-def _sorted(kept: Mapping[str, str]) -> Formats:
-    return tuple(sorted(kept.items()))

@@ -132,9 +132,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def weight_bytes(self, role: Role, row: int, dtype: str) -> float:
         """Return the bytes per weight of a simulated model's tensors.
 
-        role: role of the tensors in a layer, such as "down".
-        row: number of weights of a row.
-        dtype: dtype of the computation, and of plain weights.
+        Args:
+            role: role of the tensors in a layer, such as "down".
+            row: number of weights of a row.
+            dtype: dtype of the computation, and of plain weights.
         """
         stored = self._format_of(role)
         return ITEM_BYTES[dtype] if stored is None else stored.bytes_per_weight(role, row)
@@ -142,9 +143,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def tensor_bytes(self, name: str, shape: Shape, dtype: str, layer: Layer | None = None) -> float:
         """Return the bytes per weight of a tensor.
 
-        name: canonical name of the tensor, or, with `layer`, its name in that layer.
-        shape: shape of the tensor.
-        dtype: dtype of the computation, and of plain weights.
+        Args:
+            name: canonical name of the tensor, or, with `layer`, its name in that layer.
+            shape: shape of the tensor.
+            dtype: dtype of the computation, and of plain weights.
         """
         kept = self.kept_format(name, layer)
         return self.weight_bytes(role_of(name), shape[-1], dtype) if kept is None else kept.bytes_per_weight

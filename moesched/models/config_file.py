@@ -215,9 +215,9 @@ class ConfigFile:
     def build(self, keys: Keys, layers: int, kinds: Sequence[Layer], **particular: Any) -> ModelConfig:
         """Return the ModelConfig made from the common keys and from settings of the architecture.
 
-        layers: number of layers.
-        kinds: the first layers, which repeat up to the number of layers.
-        particular: further fields of ModelConfig.
+        Args:
+            layers: number of layers.
+            kinds: the first layers, which repeat up to the number of layers. particular: further fields of ModelConfig.
 
         Raises:
             BadInput: a feature is not supported by the kernels, or a value is impossible.
@@ -251,8 +251,9 @@ class ConfigFile:
     def impossible(self, what: str, why: str) -> BadInput:
         """Return the error for values that no model can have.
 
-        what: the values, in words.
-        why: the reason why they are impossible, in words.
+        Args:
+            what: the values, in words.
+            why: the reason why they are impossible, in words.
         """
         return BadInput(f"{self.path}: {what}, but {why}; {RESTORE}")
 

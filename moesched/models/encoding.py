@@ -102,10 +102,11 @@ def _write_exponents(blocks: Bytes, offset: int, furthest: Floats, largest: int)
 
     A scale is a power of two: scale * largest code has the same binary exponent as the weight furthest from 0.
 
-    blocks: array (blocks, bytes of a block), which is changed.
-    offset: place of the scale in a block, in bytes.
-    furthest: absolute value of each group's weight that is furthest from 0.
-    largest: the largest code.
+    Args:
+        blocks: array (blocks, bytes of a block), which is changed.
+        offset: place of the scale in a block, in bytes.
+        furthest: absolute value of each group's weight that is furthest from 0.
+        largest: the largest code.
     """
     exponents = np.frexp(furthest)[1] - np.frexp(np.float32(largest))[1]
     numbers = np.where(furthest == 0, 0, np.clip(exponents + 128, 0, 255))
@@ -126,9 +127,10 @@ def _factored(
 ) -> tuple[Floats, npt.NDArray[Any]]:
     """Write one float16 unit per block, and round each group's number to a whole multiple of its block's unit.
 
-    blocks: array (blocks, bytes of a block), which is changed.
-    offset: place of the unit in a block, in bytes.
-    numbers: scale or minimum of each group.
+    Args:
+        blocks: array (blocks, bytes of a block), which is changed.
+        offset: place of the unit in a block, in bytes.
+        numbers: scale or minimum of each group.
 
     Returns:
         (the rounded numbers, one of each group; the whole factors of the units, an array (blocks, groups of a block)).
@@ -183,8 +185,9 @@ def _write_codes(blocks: Bytes, codes: Codes, numbers: Bytes) -> None:
 def _write_bits(blocks: Bytes, packed: Bits, numbers: Bytes) -> None:
     """Write the lowest bits of each number into the blocks, in the order that `Bits` describes.
 
-    blocks: array (blocks, bytes of a block), which is changed.
-    numbers: array (blocks, weights of a block).
+    Args:
+        blocks: array (blocks, bytes of a block), which is changed.
+        numbers: array (blocks, weights of a block).
     """
     pieces = 8 // packed.bits
     runs = (numbers & (1 << packed.bits) - 1).reshape(len(blocks), -1, pieces, packed.span)

@@ -73,9 +73,10 @@ def exchanged_bytes(operations: Operations) -> int:
 def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_gpu: bool) -> int:
     """Return the bytes of the largest workspace that a kernel needs in addition to its input and output.
 
-    tokens: number of tokens of the micro-batch.
-    sequences: number of sequences, whose logits are computed.
-    on_gpu: whether the kernels are for a GPU, which takes all tokens at once.
+    Args:
+        tokens: number of tokens of the micro-batch.
+        sequences: number of sequences, whose logits are computed.
+        on_gpu: whether the kernels are for a GPU, which takes all tokens at once.
     """
     config, element = operations.config, operations.element
     hidden = config.hidden
@@ -132,8 +133,9 @@ def mask_bytes(tokens: int, cached: int) -> int:
 
     The mask has one byte and one float for each pair of a query and a cached token.
 
-    tokens: number of new tokens.
-    cached: number of cached tokens.
+    Args:
+        tokens: number of new tokens.
+        cached: number of cached tokens.
     """
     return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)
 

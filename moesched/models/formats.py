@@ -47,8 +47,9 @@ class Format(msgspec.Struct, frozen=True):
     def bytes_per_weight(self, role: Role, row: int) -> float:
         """Return the bytes per weight of a tensor.
 
-        role: role of the tensor.
-        row: number of weights of a row.
+        Args:
+            role: role of the tensor.
+            row: number of weights of a row.
         """
         return (self.odd_rows if row % BLOCK else self.weights)[role]
 
@@ -63,9 +64,9 @@ class Format(msgspec.Struct, frozen=True):
 def _format(name: str, each: float, rate: float, why: str, **other: float) -> Format:
     """Return a format in which matrices have `each` bytes per weight, and embedding, LM head and small tensors 2.
 
-    rate: share of a processor's FLOP/s that products reach.
-    why: the reason for the rate, in words.
-    other: bytes per weight of roles that differ, by role.
+    Args:
+        rate: share of a processor's FLOP/s that products reach.
+        why: the reason for the rate, in words. other: bytes per weight of roles that differ, by role.
     """
     weights: dict[Any, float] = dict.fromkeys(("matrix", "down", "value", "expert", "expert_down"), each)
     weights |= dict.fromkeys(("embedding", "head", "small"), _BF16) | other

@@ -134,8 +134,9 @@ def _entries(path: Path, text: bytes) -> dict[str, Entry]:
 def require_count(tensors: int, where: str) -> None:
     """Raise BadInput if a file lists more tensors than any model has.
 
-    tensors: number of tensors.
-    where: the file, in words, for the message.
+    Args:
+        tensors: number of tensors.
+        where: the file, in words, for the message.
     """
     if tensors > MOST_TENSORS:
         raise BadInput(
@@ -165,8 +166,9 @@ def _header_text(path: Path, file: FileIO, size: int) -> bytes:
 def _require_layout(path: Path, entries: Mapping[str, Entry], data_start: int, size: int) -> None:
     """Check that the tensors fill a file after its header, one after the other.
 
-    data_start: offset of the end of the header.
-    size: size of the file in bytes.
+    Args:
+        data_start: offset of the end of the header.
+        size: size of the file in bytes.
 
     Raises:
         BadInput: tensors overlap, there is a hole between them, or the file is too short or too long.

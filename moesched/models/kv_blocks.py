@@ -19,8 +19,9 @@ def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
 
     The request's beams share the full blocks of the prompt, and each beam has its own copy of the rest.
 
-    prompt: number of tokens of the prompt.
-    new_tokens: number of generated tokens of each beam.
+    Args:
+        prompt: number of tokens of the prompt.
+        new_tokens: number of generated tokens of each beam.
     """
     shared = prompt // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
     return shared + beams * (cached_tokens(prompt + new_tokens) - shared)

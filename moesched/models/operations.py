@@ -162,7 +162,7 @@ class AttentionOperations(Products):
         return Amount(in_prompts + (pairs - prompt_pairs) * attention.step_flops, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
-        """Return the cost of attention for one new token per sequence; a faster way to compute the same as `attention`.
+        """Return the cost of attention for one new token per sequence, as `attention` does, but faster.
 
         totals: for each sequence, the number of tokens in the cache afterwards.
         """
@@ -183,8 +183,9 @@ class AttentionOperations(Products):
     def _linear_attention(self, attention: LinearAttention, tokens: int, sequences: int) -> Amount:
         """Return the cost of linear attention; each sequence's state is read and written once, whatever its length.
 
-        tokens: number of new tokens of all sequences together.
-        sequences: number of sequences.
+        Args:
+            tokens: number of new tokens of all sequences together.
+            sequences: number of sequences.
         """
         states = 2 * sequences * self.state_bytes
         heads = attention.cached_heads
@@ -326,9 +327,10 @@ class Operations(AttentionOperations, ExpertOperations):
     def held_in(self, layers: Iterable[int], requests: Sequence[int], beams: int = 1) -> int:
         """Return the bytes of the caches of some layers.
 
-        layers: numbers of the layers.
-        requests: for each request, its number of cached tokens.
-        beams: number of beams of each request.
+        Args:
+            layers: numbers of the layers.
+            requests: for each request, its number of cached tokens.
+            beams: number of beams of each request.
         """
         counts = Counter(self.by_layer[layer] for layer in layers)
         return sum(times * kind.held_bytes(requests, beams) for kind, times in counts.items())

@@ -207,9 +207,14 @@ class _Cluster:
             return mirrored(experts, nodes, max(2, parts))
         return best_placement(experts, self.config.routed.top_k, nodes, self.that_fit)
 
-    def needed(self, experts: float) -> int:
-        """Return the bytes of weights on a node that holds `experts` experts in each layer, on average."""
-        return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
+    def needed(self, experts: float, attention: float = 1.0) -> int:
+        """Return the bytes of weights on a node.
+
+        Args:
+            experts: number of experts that the node holds in each layer, on average.
+            attention: the node's share of the dense weights.
+        """
+        return round(self.bytes.outside + attention * self.bytes.dense + experts * self.bytes.expert)
 
     def ways(self) -> Iterator[Way]:
         """Yield all ways to split the model that fit in the nodes' memories."""
@@ -266,9 +271,7 @@ class _Cluster:
                 attention=attention,
                 policy=policy if attention == "replicated" else None,
                 expected_experts=load,
-                bytes_per_node=round(
-                    self.bytes.outside + share * self.bytes.dense + held * self.bytes.expert
-                ),
+                bytes_per_node=self.needed(held, share),
                 bound=bound,
                 kernel_seconds=launches,
                 token_seconds=bound.seconds + launches,

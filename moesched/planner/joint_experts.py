@@ -16,7 +16,7 @@ def runs_experts_jointly(setting: Setting) -> bool:
     The test runs two steps of two requests, each in a micro-batch of its own, whose tokens all choose the same experts.
 
     Raises:
-        BadInput: the policy plans nothing for two micro-batches, whatever the budgets.
+        BadInput: the policy makes no plan for two micro-batches, even with unlimited budgets.
     """
     if len(setting.lengths) < 2:
         return False

@@ -116,7 +116,7 @@ def _over(figure: float, other: float) -> str:
 
 
 def predictions_table(recording: Recording) -> str:
-    """Return the HTML table of predicted and measured time by verb and lane; empty if nothing was predicted."""
+    """Return the HTML table of measured and predicted time by verb and lane; empty if nothing was predicted."""
     sums: dict[tuple[str, str], list[float]] = {}
     for each in recording.slices:
         prediction = recording.predictions.get(each.task.work)
@@ -130,11 +130,11 @@ def predictions_table(recording: Recording) -> str:
             verb,
             lane,
             f"{tasks:,.0f}",
-            format_seconds(predicted),
             format_seconds(measured),
-            _over(predicted, measured),
+            format_seconds(predicted),
+            _over(measured, predicted),
         ]
         for (verb, lane), (tasks, predicted, measured) in largest
     ]
-    columns = ["kind", "lane", "tasks", "predicted, alone", "measured", "predicted/measured"]
-    return table("Predicted over measured", columns, rows, 4) if rows else ""
+    columns = ["kind", "lane", "tasks", "measured", "expected, alone", "measured/expected"]
+    return table("Measured beside expected, by kind of task", columns, rows, 4) if rows else ""

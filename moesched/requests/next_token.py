@@ -80,8 +80,9 @@ def _are_finite(logits_SV: Logits) -> npt.NDArray[np.bool_]:
 def traced(error: NotFinite, when: str, first_bad: str | None, dtype: str = "") -> NotFinite:
     """Return the error about bad logits, extended by the step and the first tensor that is not finite.
 
-    when, first_bad: the step and the tensor, in words; None if the step, computed again, has no such tensor.
-    dtype: dtype of the computation, which decides the remedy.
+    Args:
+        when, first_bad: the step and the tensor, in words; None if the step, computed again, has no such tensor.
+        dtype: dtype of the computation, which decides the remedy.
     """
     if first_bad is None:
         return NotFinite(

@@ -55,20 +55,17 @@ def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int
     return GeneratedChoices(source, config, seed)
 
 
-def find_profile(
-    name: str, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
-) -> RoutingProfile:
-    """Make the routing profile of a generator or a file.
+def find_profile(name: str, config: ModelConfig, seed: int = 0) -> RoutingProfile:
+    """Make the routing profile of a generator with its default settings, or of a file.
 
     Args:
         name: name of the generator, or path of the file.
-        settings: parameters of the generator or profile, by name.
         seed: seed of the generator.
 
     Raises:
         BadInput: as for `find_choices`.
     """
-    return profile_of(find_source(name, config, settings or {}), config, seed)
+    return profile_of(find_source(name, config, {}), config, seed)
 
 
 def profile_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> RoutingProfile:

@@ -27,7 +27,8 @@ class Listener:
 
         Args:
             what: the preparation's name.
-            done, total: the part of the work that is done, and the whole, in the same unit.
+            done: the part of the work that is done.
+            total: the whole work, in the same unit.
         """
 
     def planned(self, plan: Plan) -> None:

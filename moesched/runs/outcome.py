@@ -141,7 +141,7 @@ def use_of(kind: Callable[..., Use], compared: Compared, *key: str | int) -> Use
         compared: the counts of forecasts and of experts.
         key: the first fields of `kind`: for `ForecastUse` the predictor's name; then the number of layers ahead.
     """
-    return kind(*key, *compared, _rate(compared.found, compared.chosen))
+    return kind(*key, *compared, ratio(compared.found, compared.chosen))
 
 
 class PlanReport(msgspec.Struct, frozen=True):
@@ -308,8 +308,8 @@ def make_report(
         first_token_seconds=fmean(outcome.first_tokens.values()) / 1e9 - loaded
         if outcome.first_tokens
         else None,
-        decode_tokens_per_second=_rate(decoded, last - first),
-        throughput_tokens_per_second=_rate(sum(counts), last - loaded),
+        decode_tokens_per_second=ratio(decoded, last - first),
+        throughput_tokens_per_second=ratio(sum(counts), last - loaded),
         step_seconds=steps,
         peak_bytes=_peak_bytes(plan, peers),
         tensor_parallel=plan.layout.config.ranks,
@@ -356,7 +356,7 @@ def _peak_bytes(plan: Plan, peers: Sequence[Plan]) -> dict[str, int]:
 def _lane_uses(busy: Mapping[str, int], seconds: float) -> dict[str, LaneUse]:
     """Return the use of each lane in a period of `seconds`, given the nanoseconds that it was busy."""
     return {
-        name: LaneUse(nanoseconds / 1e9, min(1.0, _rate(nanoseconds / 1e9, seconds)))
+        name: LaneUse(nanoseconds / 1e9, min(1.0, ratio(nanoseconds / 1e9, seconds)))
         for name, nanoseconds in busy.items()
     }
 
@@ -384,5 +384,6 @@ def _plan_report(plan: Plan) -> PlanReport:
     )
 
 
-def _rate(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else 0.0
+def ratio(part: float, whole: float) -> float:
+    """Return `part` over `whole`, such as tokens over seconds; 0 if `whole` is 0, as for a run that ended at once."""
+    return part / whole if whole > 0 else 0.0

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from moesched.errors import BadInput
+from moesched.runs.outcome import ratio
 from moesched.runs.serving import Occupancy, Served, Serving
 from moesched.serving.capacity import Capacity
 from moesched.system.plain_text import shown
@@ -152,8 +153,8 @@ def service_report(
         requests=len(all_of_them),
         left=sum(served.ending == "left" for served in all_of_them),
         seconds=seconds,
-        requests_per_second=len(done) / seconds if seconds else 0.0,
-        tokens_per_second=sum(len(served.tokens) for served in all_of_them) / seconds if seconds else 0.0,
+        requests_per_second=ratio(len(done), seconds),
+        tokens_per_second=ratio(sum(len(served.tokens) for served in all_of_them), seconds),
         ttft=percentiles([ttft(served) for served in all_of_them if served.times]),
         tpot=percentiles(tpots),
         pause=percentiles(pauses),

@@ -33,6 +33,9 @@ from moesched.work import Demand, Work
 ARRIVALS = "arrivals"
 """The lane whose tasks last until the next request arrives."""
 
+IDLE = Demand(0.0, ())
+"""The demand of waiting: it uses nothing."""
+
 IDLE_NOTICE_SECONDS = 5.0
 """Seconds after which other nodes learn that there are still no requests, well within the time limit of an exchange."""
 
@@ -357,7 +360,3 @@ async def served_step(
     step = Step(run_state, index)
     await scheduled(policy, step)
     return step.close()
-
-
-IDLE = Demand(0.0, ())
-"""The demand of waiting: it uses nothing."""

@@ -16,7 +16,8 @@ class Routing(Protocol):
 
         Args:
             step: 0 for the micro-batch's prompts, then 1, 2, ... for the tokens that follow them.
-            layer, micro_batch: numbers of the layer and of the micro-batch.
+            layer: number of the layer.
+            micro_batch: number of the micro-batch.
             tokens: number of the micro-batch's new tokens in the step.
         """
 

@@ -20,8 +20,9 @@ class Codec(Decodes, Protocol):
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
         """Return the token ids of a text.
 
-        most: number of tokens; a text that has far more is refused. None for no limit.
-        bare: whether to add no special tokens.
+        Args:
+            most: number of tokens; a text that has far more is refused. None for no limit.
+            bare: whether to add no special tokens.
         """
 
     def bytes_of(self, token: int) -> bytes:

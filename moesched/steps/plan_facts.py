@@ -24,6 +24,9 @@ from moesched.system.cells import html_of
 VERBS_OF_A_LAYER = 20
 """Upper bound of the tasks of a layer, without those of its experts."""
 
+AMPLE = 20
+"""The default limit of a step's tasks, over the tasks that a policy needs at most."""
+
 
 class PlanFacts(Declarations):
     """The properties of `Plan` that describe the model, the machine, the batch and free memory."""
@@ -140,10 +143,10 @@ class PlanFacts(Declarations):
 
 
 def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
+    """Return the tasks of a step that are taken for a loop without an end: many times what a policy needs."""
     config = layout.config
-    return (
-        20 * micro_batches * (len(layout.pages) + config.layers * (config.routed.experts + VERBS_OF_A_LAYER))
-    )
+    needed = len(layout.pages) + config.layers * (config.routed.experts + VERBS_OF_A_LAYER)
+    return AMPLE * micro_batches * needed
 
 
 def _without_staging(machine: Machine) -> str:

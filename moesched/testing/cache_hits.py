@@ -102,8 +102,10 @@ class _Cache:
     def tell(self, number: int, layer: Layer, following: Layer) -> None:
         """Give the rule a layer's router scores and a preview of the next layer, if the rule has methods for them.
 
-        number: index of the layer. layer: number of tokens by expert that the router chose. following: `layer` of the
-        next layer; empty after the last layer.
+        Args:
+            number: index of the layer.
+            layer: number of tokens by expert that the router chose.
+            following: `layer` of the next layer; empty after the last layer.
         """
         if isinstance(self._rule, TakesScores):
             tokens = sum(layer.values())

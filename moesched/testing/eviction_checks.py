@@ -47,8 +47,11 @@ def _require_hits(
 ) -> None:
     """Check that a rule's hit rate is at least `least` times the hit rate of random evictions.
 
-    make: creates the rule. experts: name of the kind of choices, for the error message. choices: yields the layers'
-    choices of experts for each step. ahead: whether experts of the next layer are fetched before it is reached.
+    Args:
+        make: creates the rule.
+        experts: name of the kind of choices, for the error message.
+        choices: yields the layers' choices of experts for each step.
+        ahead: whether experts of the next layer are fetched before it is reached.
     """
     found, at_random = hit_rate(make, choices, ahead=ahead), random_hit_rate(choices, ahead=ahead)
     assert found >= least * at_random, (

@@ -402,7 +402,9 @@ def _run_virtual(
 def _run_in_real_time(
     ranks: Sequence[Rank], observers: Sequence[Observer], handling: TokenHandling
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run all ranks on real threads. handling: the stop tokens, and a callback for new tokens.
+    """Run all ranks on real threads.
+
+    handling: the stop tokens, and a callback for new tokens.
 
     Returns:
         Each rank's tokens by request, the first rank's tasks, and the run's nanoseconds.

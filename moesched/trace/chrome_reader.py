@@ -243,7 +243,9 @@ def read_bytes(path: Path) -> bytes:
 def decode_trace(data: bytes, path: Path) -> TraceFile:
     """Decode the JSON of a trace file, and check its format.
 
-    data: the file's bytes. path: the file, for messages.
+    Args:
+        data: the file's bytes.
+        path: the file, for messages.
 
     Raises:
         BadInput: the bytes are not JSON, or not a trace that this version of moesched writes.

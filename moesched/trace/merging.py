@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from moesched.trace.recording import LaneName, Recording
+from moesched.trace.recording import LaneName, Recording, Slice
 
 
 def merge_recordings(
@@ -33,20 +33,29 @@ def merge_recordings(
         key=lambda each: each[2],
     )
     positions = {(rank, index): position for position, (rank, index, _) in enumerate(found)}
-    merged = Recording(
-        [LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.lanes],
-        [],
-        [],
-        [
+    slices: list[Slice] = []
+    producers: list[tuple[int, ...]] = []
+    for rank, index, end in found:
+        each = recordings[rank].slices[index]
+        lane = LaneName(rank, each.lane.name)
+        slices.append(replace(each, lane=lane, start=moved(rank, each.start), end=end))
+        producers.append(tuple(positions[rank, made] for made in recordings[rank].producers[index]))
+    return Recording(
+        lanes=[LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.lanes],
+        slices=slices,
+        producers=producers,
+        memory=[
             sample._replace(rank=rank, time=moved(rank, sample.time))
             for rank, each in recordings.items()
             for sample in each.memory
         ],
-        any(each.trimmed for each in recordings.values()),
-        sum(each.joins for each in recordings.values()),
-        frozenset(LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.in_order),
-        first,
-        [
+        trimmed=any(each.trimmed for each in recordings.values()),
+        joins=sum(each.joins for each in recordings.values()),
+        in_order=frozenset(
+            LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.in_order
+        ),
+        origin=first,
+        pools=[
             sample._replace(rank=rank, time=moved(rank, sample.time))
             for rank, each in recordings.items()
             for sample in each.pools
@@ -60,12 +69,6 @@ def merge_recordings(
             key=lambda cancelled: cancelled.time,
         ),
     )
-    for rank, index, end in found:
-        each = recordings[rank].slices[index]
-        lane = LaneName(rank, each.lane.name)
-        merged.slices.append(replace(each, lane=lane, start=moved(rank, each.start), end=end))
-        merged.producers.append(tuple(positions[rank, made] for made in recordings[rank].producers[index]))
-    return merged
 
 
 def _common(time: int, ahead: Callable[[int], int] | None) -> int:

@@ -73,7 +73,9 @@ class RankRecord:
     def trim(self, task: int, step: int) -> None:
         """Drop the data of all steps before `step`.
 
-        task: the id of that step's first task on this rank. step: the number of the first step to keep.
+        Args:
+            task: the id of that step's first task on this rank.
+            step: the number of the first step to keep.
         """
         del self.joins[: bisect_left(self.joins, task, key=by_id)]  # they depend on no later task
         for pairs in (self.awaits, self.submit_delays):

@@ -20,6 +20,9 @@ WAIT = "wait"
 MOST = 1e30
 """Limit of FLOPs, bytes and rates in a trace, so that sums and ratios of them are finite."""
 
+Count = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+"""A number of pages, slots or rows; a report stores it in 32 bits."""
+
 
 class LaneName(NamedTuple):
     """The name of a lane (queue of tasks), and the number of the rank that the lane belongs to."""
@@ -56,12 +59,12 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
     expert: int = -1
     flops: Annotated[float, Meta(ge=0, le=MOST)] = 0.0
     nbytes: Annotated[float, Meta(ge=0, le=MOST)] = 0.0
-    pages: int = 0
+    pages: Count = 0
     priority_class: int = 0
     pool: str = ""
-    rows: int = 0
+    rows: Count = 0
     page_names: str = ""
-    pool_slots: int = 0
+    pool_slots: Count = 0
 
     @property
     def work(self) -> WorkKey:

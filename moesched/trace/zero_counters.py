@@ -14,7 +14,9 @@ COUNTER = "C"
 def without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
     """Return a trace without the series of counters whose values are all zero; all other events stay as they are.
 
-    data: the JSON of the trace. events: the events of this trace, decoded.
+    Args:
+        data: the JSON of the trace.
+        events: the events of this trace, decoded.
     """
     counted = [(each, _values(each)) for each in events if each.ph == COUNTER]
     used = {(each.pid, each.name, key) for each, values in counted for key, value in values.items() if value}

@@ -18,7 +18,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class LlamaLikeKeys(Keys, kw_only=True):
     """The keys of config.json that are read for architectures derived from Llama, with their defaults.
 
-    num_key_value_heads = None means num_attention_heads; head_dim = None means hidden_size / num_attention_heads.
+    Attributes:
+        num_key_value_heads: None for as many as `num_attention_heads`.
+        head_dim: None for `hidden_size` over `num_attention_heads`.
     """
 
     hidden_size: int = 4096
@@ -41,11 +43,12 @@ def layer(
 ) -> Layer:
     """Return the description of a layer with grouped attention, as the keys of config.json describe it.
 
-    file: the file, for error messages.
-    keys: the decoded keys of config.json.
-    feed_forward: the layer's feed-forward network.
-    partial: whether the architecture may rotate only a part of each head.
-    attention: further fields of GroupedAttention.
+    Args:
+        file: the file, for error messages.
+        keys: the decoded keys of config.json.
+        feed_forward: the layer's feed-forward network.
+        partial: whether the architecture may rotate only a part of each head. attention: further fields of
+            GroupedAttention.
     """
     heads = keys.num_attention_heads
     head_dim = keys.hidden_size // max(heads, 1) if keys.head_dim is None else keys.head_dim
@@ -68,8 +71,9 @@ def windows(
 ) -> Iterator[int | None]:
     """Yield the attention window in tokens of each layer; None for a layer with full attention.
 
-    layer_types: for each layer "sliding_attention" or "full_attention".
-    window: window of the layers with sliding attention.
+    Args:
+        layer_types: for each layer "sliding_attention" or "full_attention".
+        window: window of the layers with sliding attention.
     """
     if len(layer_types) != keys.num_hidden_layers:
         what = f"layer_types has {len(layer_types):,} entries"

@@ -40,8 +40,9 @@ def read(file: ConfigFile) -> ModelConfig:
 def window(file: ConfigFile, sliding_window: int | None, layer_types: Sequence[str]) -> int | None:
     """Return the attention window in tokens that all layers have; None without a window.
 
-    sliding_window: the window that config.json gives; None without one.
-    layer_types: the kind of each layer; may be empty.
+    Args:
+        sliding_window: the window that config.json gives; None without one.
+        layer_types: the kind of each layer; may be empty.
 
     Raises:
         BadInput: layers are of different kinds.

@@ -129,9 +129,10 @@ class Family(NamedTuple):
     ) -> Architecture:
         """Return the description of the architecture.
 
-        models: its known models.
-        sources: for each of these models, the place that its sizes are from.
-        left_out: names of tensors outside the layers that the publisher does not count among the active parameters.
+        Args:
+            models: its known models.
+            sources: for each of these models, the place that its sizes are from.
+            left_out: names of tensors outside the layers that the publisher does not count among the active parameters.
         """
         return Architecture(
             model_types=tuple(self.keys),

@@ -278,8 +278,9 @@ def _bytes_of(source: _Source, kind: TensorType, lengths: list[int]) -> int:
 def _require_apart(source: _Source, entries: Iterable[tuple[str, Entry]], start: int) -> None:
     """Check that no tensor overlaps another one, or ends beyond the end of the file.
 
-    entries: the tensors, by name.
-    start: offset of the first tensor in the file.
+    Args:
+        entries: the tensors, by name.
+        start: offset of the first tensor in the file.
     """
     end, before = 0, ""
     for name, entry in sorted(entries, key=lambda each: each[1].data_offsets):

@@ -26,9 +26,10 @@ def rope_scaling(
 ) -> dict[str, Any] | None:
     """Return the keys of config.json that describe the scaling of a rotary embedding; None without scaling.
 
-    path: the file, for error messages.
-    tensors: the tensors in the files, by name.
-    truncate: YaRN's setting of this name, for which GGUF files have no key.
+    Args:
+        path: the file, for error messages.
+        tensors: the tensors in the files, by name.
+        truncate: YaRN's setting of this name, for which GGUF files have no key.
 
     Raises:
         BadInput: the type of scaling is unknown, the magnitude is not YaRN's own, or the factors are no vector of

@@ -92,8 +92,9 @@ def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
 def _name(names: Mapping[str, str], part: str) -> tuple[str, str]:
     """Return (name, ending) of a tensor in a layer in GGUF files; the ending is "weight" or "bias".
 
-    names: names in GGUF files, by the last part of canonical names.
-    part: the last part of the tensor's canonical name.
+    Args:
+        names: names in GGUF files, by the last part of canonical names.
+        part: the last part of the tensor's canonical name.
     """
     matrix = part.removesuffix("_bias")
     return names.get(part) or names[matrix], "weight" if part == matrix else "bias"

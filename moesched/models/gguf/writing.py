@@ -21,6 +21,9 @@ from moesched.models.written_tensor import WrittenTensor
 
 NO_TOKENIZER = "no_vocab"
 
+_NUMBERS = {each.stored.name: number for number, each in TENSOR_TYPES.items() if each.stored is not None}
+"""Numbers of types in GGUF files, by storage format."""
+
 
 class WrittenHeader(NamedTuple):
     """The header of a GGUF file to be written, and the places of its tensors.
@@ -70,10 +73,6 @@ def written_header(config: ModelConfig, tensors: Sequence[WrittenTensor]) -> Wri
         end = _aligned(end + tensor.nbytes)
     data += bytes(_aligned(len(data)) - len(data))
     return WrittenHeader(bytes(data), [len(data) + offset for offset in offsets], len(data) + end)
-
-
-_NUMBERS = {each.stored.name: number for number, each in TENSOR_TYPES.items() if each.stored is not None}
-"""Numbers of types in GGUF files, by storage format."""
 
 
 def _text(text: str) -> bytes:

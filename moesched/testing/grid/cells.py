@@ -58,7 +58,9 @@ class Cell(msgspec.Struct, frozen=True):
     def plan(self, name: str, settings: dict[str, Any]) -> tuple[Plan, Policy]:
         """Make a policy, and plan the cell's batch with it.
 
-        name: the policy's name, or file.py:Class. settings: the policy's settings by name.
+        Args:
+            name: the policy's name, or file.py:Class.
+            settings: the policy's settings by name.
 
         Raises:
             BadInput: the plan does not fit into the machine's memory.

@@ -72,8 +72,10 @@ class Attention:
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
         """Append new keys and values to a KV cache in `data`, and return the hash of attention over this cache.
 
-        source: key of the queries, keys and values. key: key of the cache. held: the hash of the cache before; None to
-        read it at `key`.
+        Args:
+            source: key of the queries, keys and values.
+            key: key of the cache.
+            held: the hash of the cache before; None to read it at `key`.
         """
         qkv = data.read(source)
         return attend(task.layer, qkv, self._append(task, data, qkv, key, held))

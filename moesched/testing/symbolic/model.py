@@ -22,7 +22,9 @@ def symbol(*parts: int | str) -> int:
 def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
     """Return the hash of a micro-batch's prompt tokens.
 
-    requests: numbers of the requests. starts: for a chunk of prompts, the position in each prompt where it begins.
+    Args:
+        requests: numbers of the requests.
+        starts: for a chunk of prompts, the position in each prompt where it begins.
     """
     return symbol("prompts", *requests, "from", *starts)
 
@@ -35,7 +37,9 @@ def embed(tokens: int) -> int:
 def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
     """Return the hash of queries, keys and values.
 
-    hidden: the hash of the hidden state. weights: hashes of the layer's weights by expert, with -1 for all others.
+    Args:
+        hidden: the hash of the hidden state.
+        weights: hashes of the layer's weights by expert, with -1 for all others.
     """
     return symbol("qkv", layer, hidden, weights[-1])
 
@@ -43,7 +47,9 @@ def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
 def positions(step: int, starts: Iterable[int] = ()) -> int:
     """Return the hash of the positions of a step's tokens in the KV cache.
 
-    step: number of the step. starts: in prefill, the position in each prompt at which the chunk begins.
+    Args:
+        step: number of the step.
+        starts: in prefill, the position in each prompt at which the chunk begins.
     """
     return symbol("positions", step, *starts)
 
@@ -51,7 +57,9 @@ def positions(step: int, starts: Iterable[int] = ()) -> int:
 def append(cache: int, qkv: int, where: int) -> int:
     """Return the hash of a KV cache after an append, given the hash of the cache before.
 
-    qkv: the hash of the new keys and values. where: the hash of their positions.
+    Args:
+        qkv: the hash of the new keys and values.
+        where: the hash of their positions.
     """
     return symbol("cache", cache, qkv, where)
 
