@@ -33,7 +33,10 @@ def draw(recording: Recording, step: int, layers: Sequence[int]) -> list[str]:
         if (each.step, each.lane.name) == (step, "accelerator") and each.task.layer in layers
     ]
     if not kernels:
-        sys.exit(f"timeline.py: the trace has no layers {layers[0]} to {layers[-1]} in step {step}")
+        sys.exit(
+            f"timeline.py: the trace has no layers {layers[0]} to {layers[-1]} in step {step}: "
+            "give others with --layers FIRST LAST, and --step"
+        )
     start, end = kernels[0].start, max(each.end for each in kernels)
     width = (end - start) / COLUMNS
     lines = [f"step {step}, {format_seconds((end - start) / 1e9)}; a column is {format_seconds(width / 1e9)}"]

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal, overload
 
 from moesched.errors import BadInput
-from moesched.seams import Device, Kernel, Policy, Transport
+from moesched.seams import Admission, Device, Kernel, Policy, Transport
 from moesched.system.input_file import is_file
 from moesched.system.memory import require_address_space
 from moesched.system.near_names import with_nearest
@@ -22,14 +22,21 @@ from moesched.system.plain_text import is_utf8, shown
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.system.source_lines import raising_line
 
-Kind = Literal["policies", "devices", "transports", "kernels"]
+Kind = Literal["policies", "devices", "transports", "kernels", "admissions"]
 
-_SINGULAR = {"policies": "policy", "devices": "device", "transports": "transport", "kernels": "kernel"}
+_SINGULAR: dict[Kind, str] = {
+    "policies": "policy",
+    "devices": "device",
+    "transports": "transport",
+    "kernels": "kernel",
+    "admissions": "rule of admission",
+}
 _SEAMS: dict[Kind, type] = {
     "policies": Policy,
     "devices": Device,
     "transports": Transport,
     "kernels": Kernel,
+    "admissions": Admission,
 }
 
 
@@ -57,6 +64,10 @@ def find(kind: Literal["transports"], given: str | type) -> type[Transport]: ...
 
 @overload
 def find(kind: Literal["kernels"], given: str | type) -> type[Kernel]: ...
+
+
+@overload
+def find(kind: Literal["admissions"], given: str | type) -> type[Admission]: ...
 
 
 def find(kind: Kind, given: str | type) -> type:

@@ -123,7 +123,7 @@ def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
         moesched.sparsity_of(model, [[1, 2]])
 
 
-def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
+def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str | None:
     """The first bad tensor of a prefill step, searched in memory of its own."""
     from moesched.devices.kernels.qkv_functions import rotary_angles
     from moesched.devices.runner.micro_batch import MicroBatchState
@@ -149,7 +149,7 @@ def test_the_search_holds_few_scores_on_a_gpu_without_fused_attention(tmp_path: 
     config = MIXTRAL.varied(layers=1, window=None)
     with Scores() as scores:
         said = first_bad(stored(config, tmp_path), [1] * 2000, fused=False)
-    assert said.startswith("the logits alone"), "a second run that is good is told as it is"
+    assert said is None, "a second run that is good is told as it is"
     assert 0 < scores.most <= PIECE_BYTES < 4 * config.attention.heads * 2000**2
 
 

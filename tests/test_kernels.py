@@ -105,6 +105,28 @@ class Greedy(Plain):
         return outputs_nD
 
 
+class Doubling(Plain):
+    """Writes to its weights."""
+
+    name = "doubling"
+
+    def computed(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        outputs_nD = expert_ffn(x_nD, *matrices)
+        for block in matrices[0]:
+            block.mul_(2)
+        return outputs_nD
+
+
+class Partial(Plain):
+    """Leaves the last row out."""
+
+    name = "partial"
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        whole = super().bind(case, weights, memory)
+        return lambda x_nD, y_nD: whole(x_nD[:-1], y_nD[:-1])
+
+
 class Raising(Plain):
     """Raises."""
 
@@ -138,6 +160,70 @@ class Narrow(Kernel):
 
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
         return lambda attended_TX, residual_TD: residual_TD[:, :-1]
+
+
+class Router(Narrow):
+    """Chooses the same experts for each token, as a plain tuple; these experts do not exist."""
+
+    operation = "route"
+    name = "router"
+    first = 1000
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        assert case.layer is not None
+        network = case.layer.feed_forward
+
+        def run(hidden_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            experts_Tk = torch.arange(self.first, self.first + network.top_k).repeat(len(hidden_TD), 1)
+            return hidden_TD, experts_Tk, torch.ones(experts_Tk.shape), torch.zeros(1)
+
+        return run
+
+
+class FirstExperts(Router):
+    """Chooses the first experts for each token."""
+
+    first = 0
+
+
+class Nameless(Narrow):
+    """Has no text that says what it takes."""
+
+    takes = None  # type: ignore[assignment]  # as an author may forget
+
+
+class Broken(Narrow):
+    """Cannot be made."""
+
+    def __init__(self, resources: Any) -> None:
+        raise OSError("no such library")
+
+
+class Misspelt(Narrow):
+    """Has an operation that does not exist."""
+
+    operation = "experto"
+
+
+class Abstract(Kernel):
+    """Has no `bind`."""
+
+    operation, name, takes = "expert", "abstract", "everything"
+
+    def __init__(self, resources: Any) -> None:
+        """Take nothing of them."""
+
+    def refusal(self, case: Case) -> str:
+        return ""
+
+
+class NotFinite(Plain):
+    """Gives numbers that are not finite."""
+
+    name = "not finite"
+
+    def computed(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        return torch.full_like(x_nD, torch.inf)
 
 
 class Mistaken(Narrow):
@@ -259,7 +345,10 @@ def test_the_example_keeps_its_promises() -> None:
         (Hasty, r"kernel hasty \(expert of 1 rows of float32 .*\): mean squared error .* of torch "),
         (Dependent, r"kernel dependent \(expert of 2 rows .*\): row 0 alone has other bits"),
         (Restless, r"kernel restless \(.*\): a second call with the same inputs has other bits"),
-        (Greedy, r"kernel greedy \(.*\): it wrote to one of its inputs"),
+        (Greedy, r"kernel greedy \(.*\): it wrote to one of its inputs or weights"),
+        (Doubling, r"kernel doubling \(.*\): it wrote to one of its inputs or weights"),
+        (Partial, r"kernel partial \(.*\): some results are not finite, or were not written"),
+        (Router, r"kernel router \(.*\): experts are numbered 0 to 5, and the result names \[1000, 1001\]"),
     ],
 )
 def test_a_kernel_that_breaks_a_promise_is_found_out(kernel: type, said: str) -> None:
@@ -315,6 +404,38 @@ def test_a_class_that_is_no_kernel_is_refused(checkpoint: Checkpoint) -> None:
         BadInput, match=r"Loose is not a kernel: derive it from moesched.devices.kernels.seam"
     ):
         run_with(checkpoint, Loose)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (Nameless, r"^kernel .*:Nameless has no `takes`: give its class one, a text"),
+        (Broken, r"^kernel .*:Broken cannot be made of \(resources\): OSError: no such library"),
+        (Abstract, r"^kernel .*:Abstract cannot be made of \(resources\): TypeError: .* method '?bind"),
+        (Misspelt, r"^kernel narrow: there is no operation 'experto': give one of embed, "),
+    ],
+)
+def test_a_kernel_that_cannot_be_made_is_refused_by_name(kernel: type, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_kernel(kernel)
+
+
+def test_a_router_may_return_a_plain_tuple(checkpoint: Checkpoint) -> None:
+    _, used = run_with(checkpoint, FirstExperts)
+    assert "router" in used["route"]
+
+
+def test_a_kernel_whose_numbers_are_not_finite_is_suspected_where_plain_torch_has_good_ones(
+    model: Path,
+) -> None:
+    with pytest.raises(moesched.MoeschedError, match="are when the step is computed again"):
+        moesched.run_model(
+            model,
+            [[5, 6, 7]],
+            max_new_tokens=3,
+            dtype="float32",
+            device_settings={"own_kernels": NotFinite},
+        )
 
 
 def test_an_expert_keeps_no_tensors_for_each_number_of_rows_that_it_had() -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import add
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,27 @@ def test_a_device_that_loses_a_row_is_found_out() -> None:
             return dict(list(value.items())[1:]) if task.verb == "post_attention" else value
 
     found_out(Careless, r"gives \d+ rows to \d+ tokens")
+
+
+@pytest.mark.parametrize(
+    ("verb", "value", "match"),
+    [
+        ("route", None, "route L0 mb0 gives None: give the number of rows of each expert that has any"),
+        ("route", {99: 6}, r"route L0 mb0 names experts \[99\], and the model has 4"),
+        ("route", {0: 10.0}, "route L0 mb0 gives 10.0, which is no int"),
+        ("sample", None, "sample mb0 gives None: give a list of tokens"),
+        ("sample", [1], "sample mb0 gives 1 tokens to 2 sequences"),
+        ("sample", list(np.ones(2, np.int64)), "sample mb0 gives the token .*1.*, which is no int"),
+    ],
+)
+def test_a_device_whose_values_are_wrong_is_found_out(verb: str, value: Any, match: str) -> None:
+    class Mistaken(own_device()):  # type: ignore[misc]  # found by name
+        def execute(self, task: Any) -> Any:
+            own = super().execute(task)
+            return value if task.verb == verb else own
+
+    with pytest.raises(AssertionError, match=match):
+        check_device(Mistaken, ONE_MEMORY, ["expert_streaming"])
 
 
 @pytest.mark.parametrize("temperature", [0, 2])
@@ -188,3 +210,23 @@ def test_a_transport_that_compares_no_signatures_of_broadcasts_is_found_out() ->
             return super().broadcast(rank, exchange._replace(signature=""), array, root)
 
     transport_found_out(Trusts, "ranks that disagree go on")
+
+
+def test_a_transport_whose_call_never_ends_is_found_out() -> None:
+    never = Event()
+
+    class Waits(own_transport()):  # type: ignore[misc]  # found by name
+        def broadcast(self, rank: int, exchange: Any, array: Any, root: int) -> Any:
+            never.wait()
+
+    with pytest.raises(AssertionError, match="a call has not ended"):
+        check_transport(lambda ranks: [Waits(ranks)] * ranks, patience_seconds=0.2)
+    never.set()
+
+
+def test_a_transport_that_gives_nothing_is_found_out() -> None:
+    class Empty(own_transport()):  # type: ignore[misc]  # found by name
+        def all_reduce(self, rank: int, exchange: Any, part: Any) -> Any:
+            super().all_reduce(rank, exchange, part)
+
+    transport_found_out(Empty, "all_reduce gives None, not an array")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import moesched
-from benchmarks.fidelity._previewing import Kept, Previewing
+from benchmarks.fidelity._previewing import Kept
 from meddling import Everything
 from moesched.errors import OutOfOrder, TaskFailed, report_of
 from moesched.jobs.report import merge_reports
@@ -22,6 +22,7 @@ from moesched.runs.outcome import PreviewUse, Report
 from moesched.runs.simulation import simulate
 from moesched.steps.step import Step
 from moesched.testing import Case
+from moesched.testing.previewing import Previewing
 
 CASE = Case(name="previews", machine=load_machine("t4"), layers=4, experts=8, weights=1.5)
 MODEL = Path(__file__).parent.parent / "examples" / "tiny-mixtral"
@@ -59,7 +60,7 @@ def test_a_count_by_hand() -> None:
 
 @pytest.mark.parametrize("accuracy", [0.3, 0.8])
 def test_simulations_report_what_the_policy_saw(accuracy: float) -> None:
-    policy = Previewing()
+    policy = Kept()
     report = simulated(policy, preview_accuracy=accuracy)
     assert [ahead for ahead, *_ in figures(report)] == [1, 2, 3]
     assert figures(report) == policy.counts()

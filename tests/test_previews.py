@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.fidelity._previewing import Previewing
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import NotResident, OutOfOrder, PolicyError
@@ -23,6 +22,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import CANCELLED
 from moesched.testing import Case, run_on_symbols
+from moesched.testing.previewing import Previewing
 from odd_models import MIXTRAL, PROMPTS
 
 # -- where nothing is computed -------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fidelity._previewing import Previewing
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 from moesched import plugins
 from moesched.devices.kernels import functions
@@ -34,6 +33,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.testing import Case, check_policy, node_cases, run_on_symbols
 from moesched.testing.adversarial import Adversarial
+from moesched.testing.previewing import Previewing
 from odd_models import MIXTRAL, OLMOE, PROMPTS, layout_of, stored
 from reference import Reference, Tensor
 from reference import generate as reference_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -125,6 +126,31 @@ def test_admission_chooses_who_runs_first() -> None:
     times = [serving.requests[number].times[0] for number in range(4)]
     assert times == sorted(times, reverse=True)
     assert times[3] < times[0]
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (lambda waiting: [], "of Own lacks request 0, which waits"),
+        (lambda waiting: None, "of Own is None"),
+        (
+            lambda waiting: [*waiting, waiting[0]],
+            "of Own has request 0, which does not wait, or has it twice",
+        ),
+        (lambda waiting: [request(9), *waiting], "of Own has request 9, which does not wait"),
+    ],
+)
+def test_an_order_of_admission_that_is_none_of_the_waiting_requests_is_refused(order: Any, said: str) -> None:
+    class Own:
+        def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
+            return order(waiting)  # type: ignore[no-any-return]  # as an author may forget
+
+        def entered(self, request: Request) -> None: ...
+
+    policy = make_policy("resident")
+    arrivals = ListedArrivals([request(0, prompt=4)])
+    with pytest.raises(BadInput, match=f"the order of admission {said}.*return each waiting request once"):
+        simulate_serving(ServingSetup(planned(policy), policy, CAPACITY, arrivals, Own()))
 
 
 def test_a_pipeline_serves_no_requests() -> None:

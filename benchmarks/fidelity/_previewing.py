@@ -1,75 +1,14 @@
-"""A policy that asks for every preview, and keeps it beside what the router then chose."""
+"""The policy `Previewing` for jobs, and how many of its previews were right."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from moesched.steps.plan import Plan
-from moesched.steps.step import Step
-
-
-class Previewing:
-    """Keeps all weights, and previews every later layer in each layer.
-
-    scores: whether it requests router scores.
-    farthest: most layers ahead that it previews.
-
-    Attributes:
-        micro_batches: the requests of each micro-batch.
-        seen: the values of `route` and of previews, by (step, layer, micro-batch, layers ahead); `route` is 0 ahead.
-    """
-
-    def __init__(self, *, scores: bool = False, farthest: int = 99) -> None:
-        self._scores = scores
-        self._farthest = farthest
-        self.seen: dict[tuple[int, int, int, int], Any] = {}
-
-    def plan(self, plan: Plan) -> None:
-        self.micro_batches = plan.batch.micro_batches
-        plan.place_kv("accelerator")
-        plan.keep(plan.layout.pages)
-        if self._scores:
-            plan.request_scores()
-
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                routed = self.seen[step.index, i, j, 0] = await step.route(i, j)
-                for later in step.layers[i + 1 : i + 1 + self._farthest]:
-                    self.seen[step.index, later, j, later - i] = await step.preview_route(later, j)
-                for expert in routed:
-                    step.run_expert(i, expert, j)
-                step.combine(i, j)
-            step.sample(j)
-
-    decode = prefill
-
-    @property
-    def chosen(self) -> dict[tuple[int, int, int], Mapping[int, int]]:
-        """The values of `route`, by (step, layer, micro-batch)."""
-        return self.foretold(0)
-
-    def foretold(self, ahead: int) -> dict[tuple[int, int, int], Mapping[int, int]]:
-        """The values of previews from that far ahead, likewise."""
-        return {(s, i, j): value for (s, i, j, far), value in self.seen.items() if far == ahead}
-
-    def counts(self) -> list[tuple[int, int, int, int]]:
-        """For each distance: the number of previews, of chosen experts, and of those that were forecast."""
-        found = []
-        for ahead in sorted({ahead for *_, ahead in self.seen} - {0}):
-            pairs = [(value, self.chosen[where]) for where, value in self.foretold(ahead).items()]
-            chosen = sum(len(routed) for _, routed in pairs)
-            right = sum(len(set(routed) & set(forecast)) for forecast, routed in pairs)
-            found.append((ahead, len(pairs), chosen, right))
-        return found
+from moesched.testing.previewing import Previewing
 
 
 class Kept(Previewing):
-    """The same for jobs, which make their policies themselves, also for trial runs."""
+    """Previews every later layer, for jobs, which make their policies themselves, also for trial runs."""
 
     made: ClassVar[list[Kept]] = []
 
@@ -82,4 +21,14 @@ class Kept(Previewing):
         """The last policies that ran."""
         found = [each for each in cls.made if each.seen][-count:]
         cls.made.clear()
+        return found
+
+    def counts(self) -> list[tuple[int, int, int, int]]:
+        """For each distance: the number of previews, of chosen experts, and of those that were forecast."""
+        found = []
+        for ahead in sorted({ahead for *_, ahead in self.seen} - {0}):
+            pairs = [(value, self.chosen[where]) for where, value in self.foretold(ahead).items()]
+            chosen = sum(len(routed) for _, routed in pairs)
+            right = sum(len(set(routed) & set(forecast)) for forecast, routed in pairs)
+            found.append((ahead, len(pairs), chosen, right))
         return found

@@ -19,13 +19,14 @@ from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
 
 from ..native.compiled import instruction_sets
 from ..native.kernels import NativeKernels
+from ..shared.coded import rows_of
 from ..shared.page_reader import DTYPES
 from . import samples
 from .guarded import Guarded
 from .layer_weights import Tensor, Weights
 from .resources import Resources, host_indices, host_upload, uncaptured
 from .samples import Cut, Sample
-from .seam import OPERATIONS, Case, Kernel
+from .seam import OPERATIONS, Bound, Case, Kernel
 from .table import KernelTable
 from .torch_kernels import fill, guarded
 from .torch_rows import TorchKernel
@@ -58,9 +59,9 @@ def check_kernel(
     Raises:
         KernelFailed: the kernel raised, a result has another shape or dtype, or only `check_device` can check its
             operation.
-        AssertionError: a result is too far from the exact one, a second call has other bits, an input was written to,
-            or bits of a kernel that says it is `independent` depend on other rows or row blocks. The message names
-            kernel and case.
+        AssertionError: a result is too far from the exact one, an element of it is not finite or was not written, a
+            second call has other bits, an input or a weight was written to, or bits of a kernel that says it is
+            `independent` depend on other rows or row blocks. The message names kernel and case.
     """
     kind = plugins.find("kernels", row)
     tried = (None, *(STORED_FORMATS[name] for name in formats))
@@ -181,10 +182,11 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tens
     if kernel.refusal(case):
         return None
     title = f"kernel {kernel.name} ({case})"
-    before = [_cloned(value) for value in sample.inputs]
+    given = [*sample.inputs, *(rows_of(block) for blocks in sample.weights.values() for block in blocks)]
+    before = _cloned(given)
     bound = kernel.bind(case, sample.weights, Workspace(rows))
-    first = sample.run(bound, range(rows))
-    assert all(map(_same, before, sample.inputs)), f"{title}: it wrote to one of its inputs"
+    first = _results(title, sample, bound, range(rows))
+    assert _same(before, given), f"{title}: it wrote to one of its inputs or weights"
     second = sample.run(bound, range(rows))
     assert torch.equal(first, second), f"{title}: a second call with the same inputs has other bits"
     _require_close(title, first, resources, sample, case)
@@ -198,6 +200,21 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tens
                     "the number of rows"
                 )
     return first
+
+
+def _results(title: str, sample: Sample, bound: Bound, rows: range) -> Tensor:
+    """Call a bound kernel on a range of a sample's rows; returns its results (rows, X), all of which must be finite.
+
+    title: kernel and case, for the message.
+    """
+    try:
+        results = sample.run(bound, rows)
+    except AssertionError as error:
+        raise AssertionError(f"{title}: {error}") from None
+    assert results.isfinite().all(), (
+        f"{title}: some results are not finite, or were not written: memory for results begins as NaN"
+    )
+    return results
 
 
 def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample, case: Case) -> None:
@@ -219,7 +236,8 @@ def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample
         if row.operation == case.operation and isinstance(row, TorchKernel) and not row.refusal(plain)
     )
     theirs = sample.run(torchs.bind(plain, weights, Workspace(case.rows)), range(case.rows))
-    error, allowed = ((each - sample.exact).square().mean().item() for each in (got, theirs))
+    exact = sample.exact()
+    error, allowed = ((each - exact).square().mean().item() for each in (got, theirs))
     assert error <= WORSE * allowed + LEAST_ERROR, (
         f"{title}: mean squared error {error:.3g} from the exact results, of torch {allowed:.3g}"
     )

@@ -10,7 +10,7 @@ import torch
 from moesched.errors import KernelFailed
 from moesched.models.config import ModelConfig
 
-from .seam import OPERATIONS, Bound, Case, Kernel
+from .seam import OPERATIONS, Bound, Case, Kernel, RouterOutput
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -58,7 +58,7 @@ class Guarded(Kernel):
         def call(*arguments: Any) -> Any:
             result = self._call(case, "its call", bound, *arguments)
             self._check(case, arguments, result)
-            return result
+            return RouterOutput(*result[:4]) if case.operation == "route" else result
 
         return call
 

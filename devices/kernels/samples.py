@@ -31,13 +31,13 @@ class Sample(NamedTuple):
     Attributes:
         inputs: the inputs for all rows, as the operation's function takes them.
         call: function that calls a bound kernel on a range of rows; returns the results as one tensor, (rows, X).
-        exact: the exact results for all rows, (rows, X), float64.
+        exact: function that computes the exact results for all rows, (rows, X), float64.
     """
 
     weights: Weights
     inputs: tuple[Any, ...]
     call: Callable[[Bound, range], Tensor]
-    exact: Tensor
+    exact: Callable[[], Tensor]
 
     def plain(self, dtype: torch.dtype) -> Weights:
         """Return a copy of the weights in which quantised blocks are decoded and rounded to a dtype."""
@@ -119,17 +119,24 @@ def _rows_of(tensor: Tensor, rows: range) -> Tensor:
 def _product(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     weights, doubled = _weights(config, dtype, cut, {"matrix": (200, config.hidden)})
     x_TD = _random(dtype, rows, config.hidden, seed=7)
-    exact = linear(x_TD.double(), doubled["matrix"])
-    return Sample(weights, (x_TD,), lambda bound, part: bound(_rows_of(x_TD, part)), exact)
+    return Sample(
+        weights,
+        (x_TD,),
+        lambda bound, part: bound(_rows_of(x_TD, part)),
+        lambda: linear(x_TD.double(), doubled["matrix"]),
+    )
 
 
 def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     network = config.routed
     weights, doubled = _weights(config, dtype, cut, network.expert_shapes(config.hidden))
     x_nD = _random(dtype, rows, config.hidden, seed=8)
-    products = {name: partial(linear, blocks=blocks) for name, blocks in doubled.items()}
-    matrices = {name: products[name] for name in EXPERT_MATRICES if name in weights}
-    exact = expert_of(matrices, doubled, network.activation)(x_nD.double())
+
+    def exact() -> Tensor:
+        matrices = {
+            name: partial(linear, blocks=doubled[name]) for name in EXPERT_MATRICES if name in weights
+        }
+        return expert_of(matrices, doubled, network.activation)(x_nD.double())
 
     def call(bound: Bound, part: range) -> Tensor:
         y_nD = torch.full((len(part), config.hidden), torch.nan, dtype=dtype)
@@ -152,14 +159,18 @@ def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, cut: C
     weights, doubled = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=9)
     angles = qkv_functions.rotary_angles(torch.arange(rows) * 3, attention)
-    exact_angles = angles[0].double(), angles[1].double()
-    exact = qkv_functions.project_qkv(hidden_TD.double(), doubled, exact_angles, config, attention)
+
+    def exact() -> Tensor:
+        exact_angles = angles[0].double(), angles[1].double()
+        return _beside(
+            qkv_functions.project_qkv(hidden_TD.double(), doubled, exact_angles, config, attention)
+        )
 
     def call(bound: Bound, part: range) -> Tensor:
         own = _rows_of(angles[0], part), _rows_of(angles[1], part)
         return _beside(bound(_rows_of(hidden_TD, part), own))
 
-    return Sample(weights, (hidden_TD, angles), call, _beside(exact))
+    return Sample(weights, (hidden_TD, angles), call, exact)
 
 
 def _beside(qkv: Sequence[Tensor]) -> Tensor:
@@ -173,14 +184,13 @@ def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, cut: 
         _random(dtype, rows, width, seed=10),
         _random(dtype, rows, config.hidden, seed=11),
     )
-    exact = functions.output_projection(
-        attended_TX.double(), doubled["o"], residual_TD.double(), doubled.get("o_bias")
-    )
     return Sample(
         weights,
         (attended_TX, residual_TD),
         lambda bound, part: bound(_rows_of(attended_TX, part), _rows_of(residual_TD, part)),
-        exact,
+        lambda: functions.output_projection(
+            attended_TX.double(), doubled["o"], residual_TD.double(), doubled.get("o_bias")
+        ),
     )
 
 
@@ -194,22 +204,32 @@ def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Samp
         shapes["router_bias"] = (network.experts,)
     weights, doubled = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=12)
-    norm_D = weights["ffn_norm"][0].double()
-    x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
-    added_E, correction_E = expert_functions.router_biases(doubled, network)
-    logits_TE = linear(x_TD, doubled["router"])
-    if added_E is not None:
-        logits_TE = logits_TE + added_E
-    chosen = expert_functions.choose_experts(logits_TE, network, correction_E)
+
+    def exact() -> Tensor:
+        norm_D = doubled["ffn_norm"][0]
+        x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
+        added_E, correction_E = expert_functions.router_biases(doubled, network)
+        logits_TE = linear(x_TD, doubled["router"])
+        if added_E is not None:
+            logits_TE = logits_TE + added_E
+        chosen = expert_functions.choose_experts(logits_TE, network, correction_E)
+        return _by_expert(network.experts, x_TD, *chosen)
 
     def call(bound: Bound, part: range) -> Tensor:
         return _by_expert(network.experts, *list(bound(_rows_of(hidden_TD, part)))[:3])
 
-    return Sample(weights, (hidden_TD,), call, _by_expert(network.experts, x_TD, *chosen))
+    return Sample(weights, (hidden_TD,), call, exact)
 
 
 def _by_expert(experts: int, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """Join a router's result into one tensor (T, D + E), float64: the router's input, and each expert's weight or 0."""
+    """Join a router's result into one tensor (T, D + E), float64: the router's input, and each expert's weight or 0.
+
+    Raises:
+        AssertionError: a token chose an expert that does not exist.
+    """
+    assert ((experts_Tk >= 0) & (experts_Tk < experts)).all(), (
+        f"experts are numbered 0 to {experts - 1}, and the result names {experts_Tk.unique().tolist()}"
+    )
     weights_TE = weights_Tk.new_zeros(len(x_TD), experts).scatter(1, experts_Tk, weights_Tk)
     return torch.cat([x_TD.double(), weights_TE.double()], dim=1)
 
@@ -221,7 +241,6 @@ def _combine(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sa
     order = torch.randperm(rows * top_k, generator=torch.Generator().manual_seed(15))
     rows_Tk = order.view(rows, top_k)
     weights_Tk = _random(torch.float32, rows, top_k, seed=16).softmax(-1)
-    parts = y_nD[rows_Tk].double() * weights_Tk[..., None].double()
 
     def call(bound: Bound, part: range) -> Tensor:
         own = (_rows_of(each, part) for each in (rows_Tk, weights_Tk, residual_TD))
@@ -232,7 +251,7 @@ def _combine(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sa
         Weights(layer=config.layer(0)),
         (y_nD, rows_Tk, weights_Tk, residual_TD),
         call,
-        residual_TD.double() + parts.sum(dim=1),
+        lambda: residual_TD.double() + (y_nD[rows_Tk].double() * weights_Tk[..., None].double()).sum(dim=1),
     )
 
 
@@ -240,9 +259,12 @@ def _logits(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sam
     shapes = {"final_norm": (config.hidden,), "lm_head": (config.vocabulary, config.hidden)}
     weights, doubled = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=17)
-    norm_D, head = doubled["final_norm"][0], doubled["lm_head"]
-    x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
-    return Sample(weights, (hidden_TD,), lambda bound, part: bound(hidden_TD, list(part)), linear(x_TD, head))
+
+    def exact() -> Tensor:
+        norm_D, head = doubled["final_norm"][0], doubled["lm_head"]
+        return linear(functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm), head)
+
+    return Sample(weights, (hidden_TD,), lambda bound, part: bound(hidden_TD, list(part)), exact)
 
 
 MAKERS: Mapping[str, Maker] = MappingProxyType(

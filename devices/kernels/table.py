@@ -38,10 +38,7 @@ class KernelTable:
         Raises:
             BadInput: the kernel's operation does not exist, or has a kernel of this name already.
         """
-        if row.operation not in self._rows:
-            raise BadInput(
-                f"kernel {row.name}: there is no operation {row.operation!r}: give one of {', '.join(OPERATIONS)}"
-            )
+        require_operation(row)
         others = self._rows[row.operation]
         if any(other.name == row.name for other in others):
             raise BadInput(f"kernel {row.name}: two kernels for {row.operation} have this name: rename one")
@@ -90,6 +87,14 @@ class KernelTable:
         """Bind a kernel to weights and memory, and list its name in `used`; returns the bound kernel, a function."""
         self._used.setdefault(case.operation, {})[kernel.name] = None
         return kernel.bind(case, weights, memory)
+
+
+def require_operation(row: Kernel | type[Kernel]) -> None:
+    """Raise BadInput unless the operation of a kernel, or of a class of kernels, exists."""
+    if row.operation not in OPERATIONS:
+        raise BadInput(
+            f"kernel {row.name}: there is no operation {row.operation!r}: give one of {', '.join(OPERATIONS)}"
+        )
 
 
 def listed(rows: Iterable[type[Kernel]]) -> list[KernelRow]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 
@@ -29,7 +28,7 @@ from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
 from .resources import Capture, Indices, Resources, Upload
 from .seam import OPERATIONS, ROWS, Case, Kernel
-from .table import KernelTable, listed
+from .table import KernelTable, listed, require_operation
 from .torch_rows import TORCH as TORCH_ROWS
 
 Row = Callable[[Resources], Kernel]
@@ -196,14 +195,37 @@ def guarded(row: type, resources: Resources) -> Guarded:
     """Make a kernel of a third-party class, and wrap the kernel so that errors name it.
 
     Raises:
-        BadInput: `row` makes no `Kernel`.
+        BadInput: `row` is no class of kernels, or raised; the message names the class.
     """
-    kernel = row(resources)
-    if not isinstance(kernel, Kernel):
+    name = _title(_required(row))
+    try:
+        kernel = row(resources)
+    except BadInput:
+        raise
+    except Exception as error:  # a kernel from elsewhere may raise anything
         raise BadInput(
-            f"{row.__module__}:{row.__qualname__} is not a kernel: derive it from moesched.devices.kernels.seam.Kernel"
-        )
+            f"kernel {name} cannot be made of (resources): {type(error).__name__}: {error}"
+        ) from error
     return Guarded(kernel, resources.config, resources.dtype)
+
+
+def _title(row: type) -> str:
+    return f"{row.__module__}:{row.__qualname__}"
+
+
+def _required(row: type) -> type[Kernel]:
+    """Return a class of kernels as it is.
+
+    Raises:
+        BadInput: it is no class of kernels, lacks an attribute, or has an operation that does not exist.
+    """
+    if not issubclass(row, Kernel):
+        raise BadInput(f"{_title(row)} is not a kernel: derive it from moesched.devices.kernels.seam.Kernel")
+    for name in ("operation", "name", "takes"):
+        if not isinstance(getattr(row, name, None), str):
+            raise BadInput(f"kernel {_title(row)} has no `{name}`: give its class one, a text")
+    require_operation(row)
+    return row
 
 
 def kernel_rows() -> list[KernelRow]:
@@ -211,11 +233,14 @@ def kernel_rows() -> list[KernelRow]:
 
     Third-party kernels that cannot be loaded come first, without an operation.
     """
-    problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
-    own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]
-    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts]
-    unloaded = [KernelRow("", name, "", problem) for name, problem in problems.items() if problem]
-    return unloaded + listed(rows)
+    own: list[type[Kernel]] = []
+    unloaded = []
+    for name in plugins.names("kernels"):
+        try:
+            own.append(_required(plugins.find("kernels", name)))
+        except BadInput as error:
+            unloaded.append(KernelRow("", name, "", str(error)))
+    return unloaded + listed([*own, *NATIVE, *NATIVE_ATTENTION, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts])
 
 
 def fill(table: KernelTable, resources: Resources) -> None:

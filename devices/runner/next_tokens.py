@@ -57,7 +57,7 @@ class NextTokens:
         head: the weights of last norm and LM head.
         states: the micro-batches, by number.
         choice: the settings by which tokens are chosen without beam search.
-        first_bad: function that names the first tensor of a micro-batch's step that is not finite.
+        first_bad: function that names the first tensor of a micro-batch's step that is not finite; None if all are.
         beams: the beam searches; None without beam search.
     """
 
@@ -68,7 +68,7 @@ class NextTokens:
         kernels: Binder,
         library: Library,
         choice: Choice,
-        first_bad: Callable[[MicroBatchState], str],
+        first_bad: Callable[[MicroBatchState], str | None],
         beams: Beams | None = None,
     ) -> None:
         self._head = head

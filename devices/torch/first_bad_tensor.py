@@ -49,16 +49,16 @@ class FirstBadTensor:
         self._accelerator = accelerator
         self._fused = fused
 
-    def name(self, state: MicroBatchState) -> str:
+    def name(self, state: MicroBatchState) -> str | None:
         """Describe the first tensor in the order of computation that has a number which is not finite, with its layer.
+
+        None if all numbers of the step, computed again, are finite.
 
         state: the micro-batch, or the chunk of a prompt; the earlier chunks of that prompt are checked first.
         """
         if self._config.ranks > 1:
             return describe_first_bad_weight(self._reader, self._layout)
-        return (
-            first_bad(self._chunks(state)) or "the logits alone: the same step, run once more, had good ones"
-        )
+        return first_bad(self._chunks(state))
 
     def _chunks(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
         if state.before is not None:

@@ -9,6 +9,7 @@ from moesched.errors import BadInput
 from moesched.inputs.options import SIZES, DeviceOptions, WeightsOptions
 from moesched.jobs.options import OUTPUT, BestPolicyOptions, CostOptions, PlannedOptions
 from moesched.options import Option, Options
+from moesched.plugins import find
 from moesched.serving.admission import ADMISSIONS, Admission
 from moesched.system.near_names import with_nearest
 
@@ -26,8 +27,8 @@ class AdmissionOptions(Options):
     admission: Annotated[
         str,
         Option(
-            "Who runs next: first-come; shortest-prompt, which lowers the mean time to a first token; or fair, where "
-            "users take turns.",
+            "Who runs next: first-come; shortest-prompt, which lowers the mean time to a first token; fair, where "
+            "users take turns; or a rule of yours, as file.py:Class.",
             "RULE",
             group=SERVING,
         ),
@@ -37,12 +38,21 @@ class AdmissionOptions(Options):
         """Make the admission rule that `admission` names.
 
         Raises:
-            BadInput: there is no rule of this name.
+            BadInput: there is no rule of this name, or it cannot be made.
         """
-        if self.admission not in ADMISSIONS:
-            remedy = with_nearest(self.admission, ADMISSIONS, f"give one of {', '.join(ADMISSIONS)}")
+        if self.admission in ADMISSIONS:
+            return ADMISSIONS[self.admission]()
+        if ":" not in self.admission:
+            names = f"give one of {', '.join(ADMISSIONS)}, or file.py:Class"
+            remedy = with_nearest(self.admission, ADMISSIONS, names)
             raise BadInput(f"there is no admission {self.admission!r}: {remedy}")
-        return ADMISSIONS[self.admission]()
+        rule = find("admissions", self.admission)
+        try:
+            return rule()
+        except Exception as error:  # a rule from elsewhere may raise anything
+            raise BadInput(
+                f"rule of admission {self.admission} cannot be made without arguments: {type(error).__name__}: {error}"
+            ) from error
 
 
 class ContextOptions(Options):

@@ -77,16 +77,23 @@ def _are_finite(logits_SV: Logits) -> npt.NDArray[np.bool_]:
     return finite_S
 
 
-def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotFinite:
+def traced(error: NotFinite, when: str, first_bad: str | None, dtype: str = "") -> NotFinite:
     """Return the error about bad logits, extended by the step and the first tensor that is not finite.
 
     Args:
-        when, first_bad: the step and the tensor, in words.
+        when, first_bad: the step and the tensor, in words; None if the step, computed again, has no such tensor.
         dtype: dtype of the computation, which decides the remedy.
     """
-    remedy = "copy the checkpoint again, or try --dtype float32"
+    if first_bad is None:
+        return NotFinite(
+            f"{when}: {error}, but are when the step is computed again without its kernels: generation stops there; "
+            "leave out kernels of your own, or try others of `moesched list kernels`"
+        )
+    remedy = "copy the checkpoint again"
     if dtype == "float16":
         remedy = "float16 ends at 65,504: use --dtype float32, or bfloat16 on hardware that has it"
+    elif dtype != "float32":
+        remedy += ", or try --dtype float32"
     return NotFinite(
         f"{when}: {error}, and the first bad tensor is {first_bad}: generation stops there; {remedy}"
     )

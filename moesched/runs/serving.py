@@ -6,7 +6,6 @@ The same coroutine runs on hardware and on the virtual clock.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol
@@ -14,6 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from moesched.drivers.policies import scheduled
+from moesched.errors import BadInput
 from moesched.requests.logprobs import Logprob, ScoredToken
 from moesched.requests.next_token import NO_TOKEN
 from moesched.requests.rows import Rows
@@ -148,7 +148,8 @@ class Serving:
         self._listener = listener
         self._keeps_history = keeps_history
         self._on_step = on_step
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[int, Request] = {}
+        """The requests without a place, by number, in the order of arrival."""
         self._before: Phase = "decode"
         self._since = 0
         """Start of the present step, as `Occupancy.starts` has it."""
@@ -213,27 +214,40 @@ class Serving:
         for request in news.came:
             self._places.capacity.require(request)
             self.requests[request.number] = Served(request)
-            self._waiting.append(request)
+            self._waiting[request.number] = request
         for number in news.departed:
             served = self.requests.get(number)
             if served is not None and served.ending is None:
                 self._end(served, "left", now)
-        if departed := set(news.departed):
-            self._waiting = deque(each for each in self._waiting if each.number not in departed)
+            self._waiting.pop(number, None)
 
     def _admit(self) -> None:
-        """Give waiting requests places in micro-batches, in the order of admission, until one finds no place."""
+        """Give waiting requests places in micro-batches, in the order of admission, until one finds no place.
+
+        Raises:
+            BadInput: the order is no sequence, has a request that does not wait, has one twice, or lacks one.
+        """
         if not self._waiting:
             return
-        entered = set()
-        for request in self._admission.order(self._waiting):
+        order = self._admission.order(tuple(self._waiting.values()))
+        if not isinstance(order, Sequence):
+            raise self._misplaced(f"is {order!r}")
+        for request in order:
+            if self._waiting.get(request.number) is not request:
+                raise self._misplaced(f"has request {request.number}, which does not wait, or has it twice")
             if not self._places.enter(request):
                 break
             self._admission.entered(request)
             self.requests[request.number].entered = self._now()
-            entered.add(request.number)
-        if entered:
-            self._waiting = deque(each for each in self._waiting if each.number not in entered)
+            del self._waiting[request.number]
+        else:
+            if self._waiting:
+                raise self._misplaced(f"lacks request {min(self._waiting)}, which waits")
+
+    def _misplaced(self, what: str) -> BadInput:
+        return BadInput(
+            f"the order of admission of {type(self._admission).__name__} {what}: return each waiting request once"
+        )
 
     def _next_rows(self, index: int) -> dict[int, Rows]:
         """Return the rows of the next step, the step `index`, by micro-batch; empty if no request has any."""

@@ -1,7 +1,8 @@
 """The seams: protocols of everything that can be plugged in, with their promises.
 
 All of them are structural: no base class is needed. `moesched.testing` has conformance suites for plug-in authors.
-Two stand in packages below, which use them: cost models in `moesched.machines`, eviction rules in `moesched.steps`.
+Three stand in packages below, which use them: cost models in `moesched.machines`, eviction rules in `moesched.steps`,
+and rules of admission in `moesched.serving`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from moesched.machines.cost_model import CostModel as CostModel
 from moesched.machines.cost_model import at_once as at_once
+from moesched.serving.admission import Admission as Admission
 from moesched.steps.eviction_rule import Eviction as Eviction
 from moesched.work import Demand as Demand
 

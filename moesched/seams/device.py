@@ -97,9 +97,10 @@ class Device(Protocol):
         """Run one task and return its value once its effects are complete.
 
         Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
-        starts when all its dependencies have ended. The value of `route` and `preview_route` is the number of rows of
-        each expert that has any, with router scores where the plan requests them (`moesched.routing.ScoredTokens`);
-        the value of `sample` is a token for each sequence that ends its prompt or decodes; other verbs return None.
+        starts when all its dependencies have ended. The value of `route`, `preview_route` and `post_attention` is the
+        number of rows of each expert that has any, those of the first two with router scores where the plan requests
+        them (`moesched.routing.ScoredTokens`); the value of `sample` is a list with the token of each sequence that
+        ends its prompt or decodes; other verbs return None. Numbers are ints.
         `run_expert` has the rows of `Task.expert_rows`; each row must get the same bits as if all rows of its
         micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its rows.
 

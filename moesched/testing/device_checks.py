@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isclose
 from pathlib import Path
 from typing import get_args
@@ -28,13 +28,12 @@ from moesched.seams import CountsReads, Device, GivesScores, KeepsTime, LaneKind
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
-from moesched.steps.plan import Plan
-from moesched.steps.step import Step
 from moesched.system.own_loop import run_on_own_loop
 from moesched.system.scratch import scratch_folder
 from moesched.tasks import Task
 from moesched.testing.asserts import require_asserts
 from moesched.testing.policy_checks import Case
+from moesched.testing.previewing import Previewing
 from moesched.trace import LaneName, Recorder, Recording
 
 Make = Callable[[Checkpoint, WeightLayout], Device]
@@ -140,7 +139,7 @@ def _tokens(
     """Run a policy on a device for two equal batches, check both runs, and return the tokens by request.
 
     Args:
-        name: name of the policy; None for the policy `_Scoring`.
+        name: name of the policy; None for the policy `Previewing`, with scores.
     """
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
@@ -148,21 +147,23 @@ def _tokens(
     found = []
     for last in (False, True):
         before = device.bytes_read if isinstance(device, CountsReads) else 0
-        policy, recorder = plugins.make_policy(name) if name else _Scoring(), Recorder()
+        policy, recorder = plugins.make_policy(name) if name else Previewing(scores=True), Recorder()
         plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
         values = _Values(device.layout.config, batch, scored=plan.declared.scores)
-        report = run(
-            plan,
-            policy,
-            device,
-            PROMPTS,
-            sampling=sampling,
-            recorder=recorder,
-            observers=[values],
-            keep_open=not last,
-        )
+        try:
+            report = run(
+                plan,
+                policy,
+                device,
+                PROMPTS,
+                sampling=sampling,
+                recorder=recorder,
+                observers=[values],
+                keep_open=not last,
+            )
+        finally:
+            values.check()  # of a run that failed, too: a wrong value may be the reason
         found.append(report.tokens or [])
-        values.check()
         _check_lanes(type(policy).__name__, recorder.recording())
         if isinstance(device, CountsReads):
             assert device.bytes_read >= before, "bytes_read went back"
@@ -218,6 +219,14 @@ class _Values:
                 tokens = sum(
                     1 if task.phase == "decode" else self._batch.prompts[request] for request in requests
                 )
+                assert isinstance(task.value, Mapping), (
+                    f"{task.label} gives {task.value!r}: give the number of rows of each expert that has any"
+                )
+                for number in (*task.value, *task.value.values()):
+                    assert type(number) is int, f"{task.label} gives {number!r}, which is no int"
+                assert all(0 <= expert < self._config.routed.experts for expert in task.value), (
+                    f"{task.label} names experts {[*task.value]}, and the model has {self._config.routed.experts}"
+                )
                 rows = sum(task.value.values())
                 assert rows == tokens * self._config.routed.top_k, (
                     f"{task.label} gives {rows} rows to {tokens} tokens"
@@ -226,7 +235,14 @@ class _Values:
                 if self._scored and task.verb != "post_attention":
                     self._check_scores(task)
             elif task.verb == "sample":
-                assert len(task.value) == len(requests), f"{task.label} gives {len(task.value)} tokens"
+                assert isinstance(task.value, Sequence), (
+                    f"{task.label} gives {task.value!r}: give a list of tokens"
+                )
+                assert len(task.value) == len(requests), (
+                    f"{task.label} gives {len(task.value)} tokens to {len(requests)} sequences"
+                )
+                for token in task.value:
+                    assert type(token) is int, f"{task.label} gives the token {token!r}, which is no int"
 
     def _check_scores(self, task: Task) -> None:
         assert isinstance(task.value, ScoredTokens), f"{task.label} gives no scores"
@@ -235,31 +251,6 @@ class _Values:
         assert min(scores) >= 0 and isclose(sum(scores), 1, abs_tol=1e-4), (
             f"{task.label}: scores are {scores}"
         )
-
-
-class _Scoring:
-    """A policy that keeps all weights on the accelerator; its tasks `route` and `preview_route` return scores, too."""
-
-    def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
-        plan.keep(plan.layout.pages)
-        plan.request_scores()
-
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                routed = await step.route(i, j)
-                for later in step.layers[i + 1 :]:
-                    step.preview_route(later, j)
-                for expert in routed:
-                    step.run_expert(i, expert, j)
-                step.combine(i, j)
-            step.sample(j)
-
-    decode = prefill
 
 
 def _check_lanes(name: str, recording: Recording) -> None:

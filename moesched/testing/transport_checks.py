@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial, reduce
 from operator import add
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,11 +24,12 @@ WAITING = {"all_reduce": (0, 1), "broadcast": (1,), "gather": (0,)}
 """The ranks that wait for the others in each collective of two, where rank 0 is the root."""
 
 
-def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
+def check_transport(make: Callable[[int], Sequence[Transport]], *, patience_seconds: float = 30.0) -> None:
     """Check that a transport keeps the promises of `moesched.seams.Transport`, with one, two and three ranks.
 
     Args:
         make: takes a number of ranks, and returns a transport for each of them, in order; they may be the same object.
+        patience_seconds: how long a call may take to end.
 
     Raises:
         AssertionError: a promise is broken.
@@ -36,22 +38,22 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
     for ranks in (1, 2, 3):
         transports = make(ranks)
         try:
-            _check_all_reduce(transports)
-            _check_broadcast(transports)
-            _check_gather(transports)
+            _check_all_reduce(transports, patience_seconds)
+            _check_broadcast(transports, patience_seconds)
+            _check_gather(transports, patience_seconds)
         except BaseException:
             _close(transports)
             raise
         if ranks == 2:
-            _check_close_wakes_the_waiting(transports)
+            _check_close_wakes_the_waiting(transports, patience_seconds)
         else:
             _close(transports)
     for collective in WAITING:
-        _check_disagreement_is_named(make(2), collective)
-    _check_an_abandoned_exchange_ends(make(2))
+        _check_disagreement_is_named(make(2), collective, patience_seconds)
+    _check_an_abandoned_exchange_ends(make(2), patience_seconds)
 
 
-def _check_all_reduce(transports: Sequence[Transport]) -> None:
+def _check_all_reduce(transports: Sequence[Transport], patience: float) -> None:
     """Check that all_reduce adds the ranks' parts in the order of ranks; any other order would give other bits."""
     random = np.random.default_rng(0)
     for ticket, rows in enumerate((1, 3, 400, 1)):
@@ -63,14 +65,15 @@ def _check_all_reduce(transports: Sequence[Transport]) -> None:
             partial(_changed_after, partial(one.all_reduce, rank, exchange, parts[rank]), parts[rank])
             for rank, one in enumerate(transports)
         ]
-        for total in _at_once(calls):
+        for total in _at_once(calls, patience):
+            assert isinstance(total, np.ndarray), f"all_reduce gives {total!r}, not an array"
             assert total.dtype == expected.dtype and total.shape == expected.shape, "another shape or type"
             assert total.tobytes() == expected.tobytes(), "not the sum in the order of ranks"
             total[:] = 0  # a result belongs to its caller: the others keep theirs
         assert (parts == -1).all(), "a part was changed: a result is no copy"
 
 
-def _check_broadcast(transports: Sequence[Transport]) -> None:
+def _check_broadcast(transports: Sequence[Transport], patience: float) -> None:
     for root in range(len(transports)):
         sent = np.arange(12, dtype=np.int64).reshape(3, 4) + root
         exchange = Exchange(4 + root, "broadcast")
@@ -80,13 +83,14 @@ def _check_broadcast(transports: Sequence[Transport]) -> None:
         ]
         calls[root] = partial(_changed_after, calls[root], sent)
         expected = sent.copy()
-        for found in _at_once(calls):
+        for found in _at_once(calls, patience):
+            assert isinstance(found, np.ndarray), f"broadcast gives {found!r}, not an array"
             assert not np.shares_memory(found, sent), "a result is the root's own array, not a copy"
             assert (found.dtype, found.tolist()) == (sent.dtype, expected.tolist()), "not what the root had"
             found[:] = 0  # a result belongs to its caller: the others keep theirs
 
 
-def _check_gather(transports: Sequence[Transport]) -> None:
+def _check_gather(transports: Sequence[Transport], patience: float) -> None:
     ranks = len(transports)
     for root in range(ranks):
         parts = [np.full((rank, 2), rank, np.float32) for rank in range(ranks)]
@@ -95,7 +99,7 @@ def _check_gather(transports: Sequence[Transport]) -> None:
             partial(_changed_after, partial(one.gather, rank, exchange, parts[rank], root), parts[rank])
             for rank, one in enumerate(transports)
         ]
-        for rank, found in enumerate(_at_once(calls)):
+        for rank, found in enumerate(_at_once(calls, patience)):
             if rank != root:
                 assert found is None, "parts on a rank that is not the root"
                 continue
@@ -121,47 +125,71 @@ def _changed_after(call: Callable[[], T], part: Array) -> T:
     return result
 
 
-def _check_disagreement_is_named(transports: Sequence[Transport], collective: str) -> None:
+def _check_disagreement_is_named(transports: Sequence[Transport], collective: str, patience: float) -> None:
     part = np.ones(2, np.float32)
     root = () if collective == "all_reduce" else (0,)
-    with ThreadPoolExecutor(2) as threads:
-        calls = [
-            threads.submit(
+    calls = [
+        _begun(
+            partial(
                 getattr(transports[rank], collective), rank, Exchange(0, f"signature {rank}"), part, *root
             )
-            for rank in range(2)
-        ]
-        errors = [call.exception(timeout=30) for call in calls]
-        for error in (errors[rank] for rank in WAITING[collective]):
-            assert isinstance(error, TransportError), "ranks that disagree go on"
-            assert "signature 0" in str(error) and "signature 1" in str(error), "it is not said on what"
+        )
+        for rank in range(2)
+    ]
+    errors = [_error_of(call, patience) for call in calls]
+    for error in (errors[rank] for rank in WAITING[collective]):
+        assert isinstance(error, TransportError), "ranks that disagree go on"
+        assert "signature 0" in str(error) and "signature 1" in str(error), "it is not said on what"
     _close(transports)
 
 
-def _check_close_wakes_the_waiting(transports: Sequence[Transport]) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(transports[0].all_reduce, 0, Exchange(8), np.ones(2, np.float32))
-        _close(transports)
-        assert isinstance(waiting.exception(timeout=30), TransportError), "a rank waits on after aclose"
+def _check_close_wakes_the_waiting(transports: Sequence[Transport], patience: float) -> None:
+    waiting = _begun(partial(transports[0].all_reduce, 0, Exchange(8), np.ones(2, np.float32)))
+    _close(transports)
+    error = _error_of(waiting, patience)
+    assert isinstance(error, TransportError), f"after aclose a waiting rank gets {error!r}"
 
 
-def _check_an_abandoned_exchange_ends(transports: Sequence[Transport]) -> None:
+def _check_an_abandoned_exchange_ends(transports: Sequence[Transport], patience: float) -> None:
     waits, leaves = transports
     if isinstance(leaves, Abandons):
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(waits.all_reduce, 0, Exchange(0), np.ones(2, np.float32))
-            leaves.abandon(1, Exchange(0), "out of luck")
-            error = waiting.exception(timeout=30)
-        assert isinstance(error, TransportError), "a rank waits on for one that abandoned the exchange"
+        waiting = _begun(partial(waits.all_reduce, 0, Exchange(0), np.ones(2, np.float32)))
+        leaves.abandon(1, Exchange(0), "out of luck")
+        error = _error_of(waiting, patience)
+        assert isinstance(error, TransportError), f"a rank gets {error!r} from an abandoned exchange"
         assert "out of luck" in str(error), "the reason is not given"
     _close(transports)
 
 
-def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+def _at_once(calls: Sequence[Callable[[], T]], patience: float) -> list[T]:
     """Make the ranks' calls on concurrent threads, the last rank's first; return the results in the order of ranks."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        running = [threads.submit(call) for call in reversed(calls)]
-        return [each.result() for each in reversed(running)]
+    running = [_begun(call) for call in reversed(calls)]
+    ended, _ = wait(running, patience, FIRST_EXCEPTION)
+    for each in (*ended, *running):
+        if (error := _error_of(each, patience)) is not None:
+            raise error
+    return [each.result() for each in reversed(running)]
+
+
+def _begun(call: Callable[[], T]) -> Future[T]:
+    """Make a call on a thread that the process does not wait for, since it may never end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
+
+
+def _error_of(call: Future[Any], patience: float) -> BaseException | None:
+    """Wait for a call, and return its error; None if it has a result."""
+    wait([call], patience)
+    assert call.done(), f"a call has not ended after {patience:g} s: every one ends in a result or an error"
+    return call.exception()
 
 
 def _close(transports: Sequence[Transport]) -> None:
