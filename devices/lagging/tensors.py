@@ -385,16 +385,14 @@ def _with_values(of: Any, operands: list[LaggingTensor]) -> tuple[Any, Any]:
     """
     if isinstance(of, LaggingTensor):
         operands.append(of)
-        first = next(number for number, each in enumerate(operands) if each.block is of.block)
+        first = [each.block for each in operands].index(of.block)
         return of.values_now, (of.form, first)
-    if isinstance(of, tuple | list):
-        parts = [_with_values(each, operands) for each in of]
-        return type(of)([each for each, _ in parts]), (type(of), *[key for _, key in parts])
-    if isinstance(of, dict):
-        named = {name: _with_values(each, operands) for name, each in of.items()}
-        return {name: each for name, (each, _) in named.items()}, (
-            *[(name, key) for name, (_, key) in named.items()],
-        )
+    if isinstance(of, (tuple, list, dict)):
+        parts = [_with_values(each, operands) for each in (of.values() if isinstance(of, dict) else of)]
+        values, keys = zip(*parts, strict=True) if parts else ((), ())
+        if isinstance(of, dict):
+            return dict(zip(of, values, strict=True)), (*of, *keys)
+        return type(of)(values), (type(of), *keys)
     if isinstance(of, slice):
         return of, (slice, of.start, of.stop, of.step)
     if isinstance(of, torch.Tensor):
