@@ -236,6 +236,7 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
 
     device.tell = tell
     gc.collect()
+    gc.freeze()  # so that each look is at the objects of these batches
     gc.disable()
     try:
         for _ in range(3):

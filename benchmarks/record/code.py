@@ -118,21 +118,24 @@ def _meaning(file: Path) -> str:
     """The text of a file without what changes no figure."""
     if not file.is_file():
         return "missing"
-    text = file.read_text()
-    if file.suffix == ".py":
-        return _python(text, presents="benchmarks" in file.parts)
-    if file.suffix == ".toml":
+    return _meaning_of(file.read_text(), file.suffix, presents="benchmarks" in file.parts)
+
+
+@cache
+def _meaning_of(text: str, suffix: str, *, presents: bool) -> str:
+    if suffix == ".py":
+        return _python(text, presents=presents)
+    if suffix == ".toml":
         return repr(tomllib.loads(text))
-    if file.suffix in {".c", ".h"}:
+    if suffix in {".c", ".h"}:
         return " ".join(re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL).split())
     return text
 
 
-@cache
 def _python(text: str, *, presents: bool) -> str:
     """Lines of code; as text, so that it is the same in all versions of Python."""
     lines = text.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(text).readline) if "#" in text else ():
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]

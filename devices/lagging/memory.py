@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import torch
 
@@ -10,11 +11,26 @@ from .segments import POISON, Piece, Segments
 from .streams import Gpu, LaggingStream
 
 
+class Form(NamedTuple):
+    """The shape, strides and dtype of a tensor, and its offset from the start of its block, in elements."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, offset: int = 0) -> Form:
+        """Return the form of a tensor like `tensor` with an offset."""
+        return cls(tuple(tensor.size()), tuple(tensor.stride()), offset, tensor.dtype)
+
+
 class Block:
     """A block of GPU memory; freed with the last reference to this object, even if queued work still uses the block.
 
     Attributes:
         raw: the block's memory as a uint8 tensor of the CPU.
+        nbytes: bytes that were requested for the block.
         stream: the stream that allocated the block; after its freeing, later allocations of that stream may reuse it.
         pool: the memory pool of graphs that the block was taken from; None if the allocating call was not captured.
         inferring: whether the allocating call was made in torch's inference mode.
@@ -27,16 +43,16 @@ class Block:
         self.stream = stream
         self.pool = stream.capture and stream.capture.pool
         self._piece = piece
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._memory = memory
 
     def __del__(self) -> None:
-        self._memory.free(self._piece, self._nbytes)
+        self._memory.free(self._piece, self.nbytes)
 
-    def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """Make a tensor in this block's memory with the dtype, shape, strides and offset of the tensor `like`."""
-        items = self.raw.view(like.dtype)
-        return items.as_strided(like.size(), like.stride(), items.storage_offset() + like.storage_offset())
+    def tensor(self, form: Form) -> torch.Tensor:
+        """Make a tensor of a form in this block's memory."""
+        items = self.raw.view(form.dtype)
+        return items.as_strided(form.size, form.stride, items.storage_offset() + form.offset)
 
 
 class GpuMemory:

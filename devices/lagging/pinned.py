@@ -140,8 +140,8 @@ def is_read_only(address: int) -> bool:
     if sys.platform != "linux":
         return False
     for line in Path("/proc/self/maps").read_text().splitlines():
-        span, flags = line.split()[:2]
-        first, last = (int(each, 16) for each in span.split("-"))
-        if first <= address < last:
-            return "w" not in flags
+        span, flags = line.split(maxsplit=2)[:2]
+        first, _, last = span.partition("-")
+        if address < int(last, 16):  # the mappings are in order
+            return int(first, 16) <= address and "w" not in flags
     return False

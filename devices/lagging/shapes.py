@@ -6,12 +6,14 @@ compiler: that takes a second, and each later search for garbage looks at its ob
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from .memory import Block, Form
 
 Call = Callable[..., Any]
 
@@ -19,24 +21,30 @@ MOST = 20_000
 """Largest number of shapes that are remembered."""
 
 
-class Shape(NamedTuple):
-    """The shape, strides, offset and dtype of a call's result.
+class Operand(Protocol):
+    """The interface of a GPU tensor among the arguments of a call; `LaggingTensor` describes its attributes."""
+
+    block: Block
+    values_now: torch.Tensor
+    form: Form
+
+
+class Result(NamedTuple):
+    """A tensor that a call returns.
 
     Attributes:
-        nbytes: bytes of the storage that the result is in.
-        operand: index of the tensor argument whose storage the result shares; -1 if the result has new storage.
+        form: its dtype, shape and place in its memory.
+        nbytes: bytes of that memory.
+        operand: index of the GPU tensor among the arguments whose memory the result shares; -1 for new memory.
     """
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    form: Form
     nbytes: int
     operand: int
 
 
 class Results(NamedTuple):
-    """The results of a call: shapes of tensors, other values as they are; nested as the structure says."""
+    """All that a call returns: tensors as `Result`, other values as they are; nested as the structure says."""
 
     leaves: list[Any]
     structure: TreeSpec
@@ -46,127 +54,76 @@ class Shapes:
     """Remembers the shapes of a call's results, by the function and the shapes of its arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Shape | Results] = {}
+        self._known: dict[Any, Result | Results] = {}
 
-    def of(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the results of a call as tensors without values, on torch's device "meta".
+    def of(
+        self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, operands: Sequence[Operand]
+    ) -> Result | Results:
+        """Return what a call returns, without values.
 
         Args:
             func: the function, such as `torch.add`.
-            args, kwargs: its arguments, with tensors on the device "meta" where values do not matter; the argument
-                `device` is the CPU.
+            args, kwargs: its arguments on the host.
+            key: calls of a function with equal keys have results of equal shapes; not hashable if shapes may depend on
+                values.
+            operands: the GPU tensors among the arguments.
         """
-        operands: list[torch.Tensor] = []
-        key = known = None
         try:
-            key = (func, _signature(args, operands), _signature(kwargs, operands))
-            known = self._known.get(key)
-        except TypeError:  # an argument that is no key
-            key = None
+            known = self._known.get((func, key))
+        except TypeError:
+            return _tried(func, args, kwargs, operands)
         if known is None:
-            operands.clear()
             known = _tried(func, args, kwargs, operands)
-            if key is not None and len(self._known) < MOST:
-                self._known[key] = known
-        if isinstance(known, Shape):
-            return _made(known, operands)
-        made = [_made(each, operands) if isinstance(each, Shape) else each for each in known.leaves]
-        return tree_unflatten(made, known.structure)
-
-
-def _signature(of: Any, operands: list[torch.Tensor]) -> Any:
-    """Make a key from the arguments of a call: calls with equal keys have results of equal shapes.
-
-    Args:
-        of: the arguments, nested in tuples, lists or mappings.
-        operands: a list to which the tensors among the arguments are appended.
-
-    Raises:
-        TypeError: a tensor has values (is not on the device "meta"), so that the shape may depend on these.
-    """
-    if isinstance(of, torch.Tensor):
-        if of.device.type != "meta":
-            raise TypeError  # its value may matter
-        operands.append(of)
-        same = _first(of, operands) if len(operands) > 1 else 0
-        return of.size(), of.stride(), of.storage_offset(), of.dtype, same
-    if isinstance(of, tuple | list):
-        return type(of), tuple([_signature(each, operands) for each in of])
-    if isinstance(of, dict):
-        return tuple([(name, _signature(each, operands)) for name, each in of.items()])
-    if isinstance(of, slice):
-        return "slice", of.start, of.stop, of.step
-    return type(of), of
-
-
-def _first(tensor: torch.Tensor, operands: list[torch.Tensor]) -> int:
-    """Return the index of the first tensor in `operands` that has the same storage as `tensor`."""
-    memory = tensor.untyped_storage()._cdata
-    return next(number for number, each in enumerate(operands) if each.untyped_storage()._cdata == memory)
+            if len(self._known) < MOST:
+                self._known[func, key] = known
+        return known
 
 
 def _tried(
-    func: Call, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[torch.Tensor]
-) -> Shape | Results:
-    """Call a function with zeros for the tensors without values; returns the shapes of its results.
+    func: Call, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]
+) -> Result | Results:
+    """Call a function with zeros for the values of GPU tensors; returns what it returns, without values."""
+    memory: dict[Block, torch.Tensor] = {}
+    zeros = {id(each.values_now): _zeros(each, memory) for each in operands}
 
-    operands: a list to which those tensors are appended.
-    """
-    memory: dict[int, torch.Tensor] = {}
-    zeros: list[torch.Tensor] = []
-
-    def on_host(of: Any) -> Any:
-        if isinstance(of, torch.Tensor) and of.device.type == "meta":
-            operands.append(of)
-            zeros.append(_zeros(of, memory))
-            return zeros[-1]
+    def on_zeros(of: Any) -> Any:
+        if isinstance(of, torch.Tensor):
+            return zeros.get(id(of), of)
         if isinstance(of, tuple | list):
-            return type(of)([on_host(each) for each in of])
+            return type(of)([on_zeros(each) for each in of])
         if isinstance(of, dict):
-            return {name: on_host(each) for name, each in of.items()}
+            return {name: on_zeros(each) for name, each in of.items()}
         return of
 
-    results = func(*on_host(args), **on_host(kwargs))
-    if isinstance(results, torch.Tensor):
-        return _shape(results, zeros)
-    leaves, structure = tree_flatten(results)
+    returned = func(*on_zeros(args), **on_zeros(kwargs))
+    of_storages = {_storage(memory[each.block]): number for number, each in reversed([*enumerate(operands)])}
+    if isinstance(returned, torch.Tensor):
+        return _result(returned, of_storages)
+    leaves, structure = tree_flatten(returned)
     return Results(
-        [_shape(each, zeros) if isinstance(each, torch.Tensor) else each for each in leaves], structure
+        [_result(each, of_storages) if isinstance(each, torch.Tensor) else each for each in leaves], structure
     )
 
 
-def _zeros(like: torch.Tensor, memory: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Make a tensor of zeros with the dtype, shape, strides and offset of the tensor `like`.
+def _zeros(like: Operand, memory: dict[Block, torch.Tensor]) -> torch.Tensor:
+    """Make a tensor of zeros with the form of a GPU tensor.
 
-    memory: the bytes for each storage, so that tensors that share one go on to do so.
+    memory: the bytes for each block, so that tensors that share one go on to do so.
     """
-    storage = like.untyped_storage()
-    if storage._cdata not in memory:
+    if like.block not in memory:
         # The system clears pages when they are touched: of an arena of megabytes a call touches few.
-        pages = mmap(-1, storage.nbytes() // PAGESIZE * PAGESIZE + PAGESIZE, MAP_PRIVATE | MAP_ANONYMOUS)
-        memory[storage._cdata] = torch.frombuffer(pages, dtype=torch.uint8)
-    whole = memory[storage._cdata].view(like.dtype)
-    return whole.as_strided(like.size(), like.stride(), like.storage_offset())
+        pages = mmap(-1, like.block.nbytes // PAGESIZE * PAGESIZE + PAGESIZE, MAP_PRIVATE | MAP_ANONYMOUS)
+        memory[like.block] = torch.frombuffer(pages, dtype=torch.uint8)
+    size, stride, offset, dtype = like.form
+    return memory[like.block].view(dtype).as_strided(size, stride, offset)
 
 
-def _shape(result: torch.Tensor, operands: list[torch.Tensor]) -> Shape:
-    operand = _first(result, [*operands, result])
-    return Shape(
-        tuple(result.size()),
-        tuple(result.stride()),
-        int(result.storage_offset()),
-        result.dtype,
-        result.untyped_storage().nbytes(),
-        -1 if operand == len(operands) else operand,
-    )
+def _result(tensor: torch.Tensor, of_storages: Mapping[int, int]) -> Result:
+    """Describe a tensor that a call returned. of_storages: the operands' indices, by the storage of their zeros."""
+    form = Form.of(tensor, int(tensor.storage_offset()))
+    return Result(form, tensor.untyped_storage().nbytes(), of_storages.get(_storage(tensor), -1))
 
 
-def _made(shape: Shape, operands: list[torch.Tensor]) -> torch.Tensor:
-    if shape.operand >= 0:
-        whole = operands[shape.operand]
-        if whole.dtype == shape.dtype:
-            return whole.as_strided(shape.size, shape.stride, shape.offset)
-        memory = whole.as_strided((0,), (1,), 0).view(shape.dtype)
-    else:
-        memory = torch.empty(shape.nbytes, dtype=torch.uint8, device="meta").view(shape.dtype)
-    return memory.as_strided(shape.size, shape.stride, shape.offset)
+def _storage(tensor: torch.Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .memory import Block, GpuMemory
+from .memory import Block, Form, GpuMemory
 from .pinned import PinnedMemory
-from .shapes import Shapes
+from .shapes import Result, Shapes
 from .streams import Gpu, LaggingStream
 
 Call = Callable[..., Any]
@@ -47,13 +47,12 @@ class LaggingTensor(torch.Tensor):
     Attributes:
         block: the memory that the tensor is in.
         values_now: a CPU tensor over that memory; its values are the results of the work that has run so far.
-        twin: a tensor on torch's device "meta", with the same shape but without values; twins share storage where the
-            tensors share a block.
+        form: the tensor's dtype, shape and place in the block.
     """
 
     block: Block
     values_now: torch.Tensor
-    twin: torch.Tensor
+    form: Form
 
     @classmethod
     def __torch_function__(
@@ -107,23 +106,26 @@ class Operations:
             name = getattr(func, "__name__", "")
             if name in ("to", "cpu", "copy_"):
                 return self._move(func, name, args, kwargs)
-            if name == "__get__" and isinstance(args[0], LaggingTensor):
-                return self._attribute(func, args[0])
+            if args and isinstance(args[0], LaggingTensor):
+                if name == "__get__":
+                    return self._attribute(func, args[0])
+                if name in FACTS:
+                    return func(args[0].values_now, *args[1:], **kwargs)
             tensors = _tensors((args, kwargs))
             first = next((each for each in tensors if isinstance(each, LaggingTensor)), None)
             if first is None:
                 return self._on_host(func, name, args, kwargs)
-            if name in ("storage_offset", "untyped_storage"):  # of its block, not of the segment
-                return func(args[0].twin)
-            if name in FACTS:
-                return func(*_reals(args), **kwargs)
+            if name == "storage_offset":
+                return first.form.offset
+            if name == "untyped_storage":  # of its block, not of the segment
+                return torch.UntypedStorage(first.block.nbytes, device="meta")
             if name == "is_pinned":
                 return False
             number = _one_device(name, tensors, first)
             if isinstance(func, OpOverload):
-                return self._launch(func, args, number)
+                return self._launch(func, args, tensors, number)
             if name == "__iter__":
-                return iter(self._queue(torch.Tensor.unbind, "unbind", (args[0], 0), {}, number))
+                return iter(self._queue(torch.Tensor.unbind, "unbind", (args[0], 0), {}, tensors, number))
             if name == "numpy":
                 raise TypeError("can't convert a tensor of the GPU to numpy: copy it to the host first")
             if name in ANSWERS:
@@ -133,7 +135,7 @@ class Operations:
             if name in SIZED_BY_VALUES:
                 self.gpu.current_of(number).synchronize()
                 return self._new(func(*_reals(args), **_reals(kwargs)), number)
-            return self._queue(func, name, args, kwargs, number)
+            return self._queue(func, name, args, kwargs, tensors, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out a call `func(*args, **kwargs)` without GPU tensors; the result may be a tensor on a GPU."""
@@ -142,7 +144,7 @@ class Operations:
         if kwargs.get("pin_memory"):
             return self.pinned.empty(_size(args), kwargs.get("dtype") or torch.get_default_dtype())
         if is_gpu(kwargs.get("device")):
-            return self._queue(func, name, args, kwargs, self._number(torch.device(kwargs["device"])))
+            return self._queue(func, name, args, kwargs, (), self._number(torch.device(kwargs["device"])))
         return func(*args, **kwargs)
 
     def _number(self, device: torch.device) -> int:
@@ -155,40 +157,54 @@ class Operations:
         if attribute == "is_cpu":
             return False
         value = func(tensor.values_now)
-        return _shown(func(tensor.twin), tensor.block) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        return _shown(
+            Form.of(value, tensor.form.offset), tensor.block
+        )  # such as T, with the same first element
 
     def _queue(
-        self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
+        self,
+        func: Call,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        number: int,
     ) -> Any:
         """Queue a call on the current stream of GPU `number`; returns the results, which get values when the call runs.
 
-        name: name of the function `func`.
+        Args:
+            name: name of the function `func`.
+            tensors: the tensors among the arguments.
         """
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[name] += 1
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
-        tensors = _tensors((args, kwargs))
-        blocks = {_storage(each.twin): each.block for each in tensors if isinstance(each, LaggingTensor)}
-        shapes = _SHAPES.of(func, _twins(args), _on_host(_twins(kwargs)))
+        operands: list[LaggingTensor] = []
+        (reals, real_kwargs), key = _with_values((args, _on_host(kwargs)), operands)
+        shapes = _SHAPES.of(func, reals, real_kwargs, key, operands)
         fresh: list[torch.Tensor] = []
 
-        def result(twin: Any) -> Any:
-            if not isinstance(twin, torch.Tensor):
-                return twin
-            if _storage(twin) in blocks:
-                return _shown(twin, blocks[_storage(twin)])
-            made = self._new_like(twin, number)
-            fresh.append(made.values_now)
-            return made
+        def made(result: Any) -> Any:
+            if not isinstance(result, Result):
+                return result
+            if result.operand >= 0:
+                return _shown(result.form, operands[result.operand].block)
+            tensor = self._allocated(result.form, result.nbytes, number)
+            fresh.append(tensor.values_now)
+            return tensor
 
-        results = result(shapes) if isinstance(shapes, torch.Tensor) else tree_map(result, shapes)
+        if isinstance(shapes, Result):
+            results = made(shapes)
+        else:
+            results = tree_unflatten([made(each) for each in shapes.leaves], shapes.structure)
         changes = _changes(name, kwargs)
         if changes:
             self._require_writable(args[:1])
         if (fresh and not _is_empty(name)) or changes:
-            reals, real_kwargs = _reals(args), _on_host(_reals(kwargs))
 
             def work() -> None:
                 values = func(*reals, **real_kwargs)
@@ -200,15 +216,24 @@ class Operations:
             self._enqueue(stream, work, tensors)
         return args[0] if changes and name != "__setitem__" else results
 
-    def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
-        """Queue a call of an operator of `operators.py` on GPU `number`; the operator writes to its arguments."""
+    def _launch(
+        self,
+        operator: OpOverload[Any, None],
+        args: tuple[Any, ...],
+        tensors: Sequence[torch.Tensor],
+        number: int,
+    ) -> None:
+        """Queue a call of an operator of `operators.py` on GPU `number`; the operator writes to its arguments.
+
+        tensors: the tensors among the arguments.
+        """
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[operator.overloadpacket.__name__] += 1
         written = [given for given, of in zip(args, operator._schema.arguments, strict=True) if of.is_write]
         self._require_writable(written)
         reals = _reals(args)
-        self._enqueue(stream, lambda: operator(*reals), _tensors(args))
+        self._enqueue(stream, lambda: operator(*reals), tensors)
 
     def _require_writable(self, targets: Any) -> None:
         """Raise RuntimeError, as torch does, if a call outside of inference mode writes to tensors made in that mode.
@@ -248,17 +273,13 @@ class Operations:
             if here is None:
                 return func(*args, **kwargs)
             copy = {"copy": True} if rest.get("copy") else {}
-            return self._queue(torch.Tensor.to, "to", (tensor, dtype or tensor.values_now.dtype), copy, here)
+            return self._queue(torch.Tensor.to, "to", (tensor, dtype or tensor.dtype), copy, [tensor], here)
         at_once = not rest.get("non_blocking")
-        like = tensor.twin if isinstance(tensor, LaggingTensor) else tensor.to("meta")
-        like = torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
+        size, dtype = tensor.size(), dtype or tensor.dtype
         if there is not None:
-            return self._copy(self._new_like(like, there), tensor, at_once=at_once)
-        empty = (
-            torch.empty(like.shape, dtype=like.dtype)
-            if at_once
-            else self.pinned.empty(like.shape, like.dtype)
-        )
+            like = torch.empty(size, dtype=dtype, device="meta")
+            return self._copy(self._allocated(Form.of(like), like.nbytes, there), tensor, at_once=at_once)
+        empty = torch.empty(size, dtype=dtype) if at_once else self.pinned.empty(size, dtype)
         return self._copy(empty, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
@@ -302,22 +323,21 @@ class Operations:
         return self.pinned.at_its_time(tensor) if self.pinned.holds(tensor) else lambda: tensor
 
     def _new(self, value: torch.Tensor, number: int) -> LaggingTensor:
-        made = self._new_like(value.to("meta"), number)
+        made = self._allocated(Form.of(value), value.nbytes, number)
         target = made.values_now
         self.gpu.current_of(number).enqueue(lambda: target.copy_(value))
         return made
 
-    def _new_like(self, twin: torch.Tensor, number: int) -> LaggingTensor:
-        stream = self.gpu.current_of(number)
-        block = self.memories[number].allocate(twin.untyped_storage().nbytes(), stream)
+    def _allocated(self, form: Form, nbytes: int, number: int) -> LaggingTensor:
+        block = self.memories[number].allocate(nbytes, self.gpu.current_of(number))
         block.inferring = self._caller.inferring
-        return _shown(twin, block)
+        return _shown(form, block)
 
 
-def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:
-    real = block.tensor(twin)
+def _shown(form: Form, block: Block) -> LaggingTensor:
+    real = block.tensor(form)
     shown = real.as_subclass(LaggingTensor)
-    shown.block, shown.values_now, shown.twin = block, real, twin
+    shown.block, shown.values_now, shown.form = block, real, form
     return shown
 
 
@@ -349,31 +369,39 @@ def _tensors(of: Any) -> list[torch.Tensor]:
 
 
 def _reals(of: Any) -> Any:
-    return _mapped(lambda each: each.values_now, of)
+    """Copy `of`, a call's arguments (nested tuples, lists, mappings), with its values for each GPU tensor."""
+    return _with_values(of, [])[0]
 
 
-def _twins(of: Any) -> Any:
-    return _mapped(lambda each: each.twin, of)
+def _with_values(of: Any, operands: list[LaggingTensor]) -> tuple[Any, Any]:
+    """Copy a call's arguments, with its values for each GPU tensor.
 
+    Args:
+        of: the arguments, nested in tuples, lists or mappings.
+        operands: a list to which the GPU tensors among the arguments are appended.
 
-def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
-    """Copy `of`, a call's arguments (nested tuples, lists, mappings), with `change(tensor)` for each GPU tensor."""
+    Returns:
+        The copy, and a key: calls of a function with equal keys have results of equal shapes.
+    """
     if isinstance(of, LaggingTensor):
-        return change(of)
-    if isinstance(of, tuple | list):
-        return type(of)([_mapped(change, each) for each in of])
-    if isinstance(of, dict):
-        return {name: _mapped(change, each) for name, each in of.items()}
-    return of
+        operands.append(of)
+        first = [each.block for each in operands].index(of.block)
+        return of.values_now, (of.form, first)
+    if isinstance(of, (tuple, list, dict)):
+        parts = [_with_values(each, operands) for each in (of.values() if isinstance(of, dict) else of)]
+        values, keys = zip(*parts, strict=True) if parts else ((), ())
+        if isinstance(of, dict):
+            return dict(zip(of, values, strict=True)), (*of, *keys)
+        return type(of)(values), (type(of), *keys)
+    if isinstance(of, slice):
+        return of, (slice, of.start, of.stop, of.step)
+    if isinstance(of, torch.Tensor):
+        return of, []  # no key: shapes may depend on its values
+    return of, (type(of), of)
 
 
 def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
-
-
-def _storage(twin: torch.Tensor) -> int:
-    number: int = twin.untyped_storage()._cdata
-    return number
 
 
 def _size(args: tuple[Any, ...]) -> list[int]:
