@@ -33,7 +33,7 @@ ROUTES = [
     for times in (1, 2)
 ]
 PRODUCTS = [product(stored, slower) for stored, slower in SLOWER.items()]
-COLUMN_PRODUCT = replace(PRODUCTS[0], format=COLUMNS, seconds=1.5)
+COLUMN_PRODUCT = replace(PRODUCTS[0], format=COLUMNS, seconds=4.5)
 
 
 def measured(*table: CostPoint) -> Machine:
@@ -74,9 +74,11 @@ def test_a_machine_measured_without_coded_weights_takes_the_time_of_as_many_plai
 
 
 @pytest.mark.parametrize(
-    ("more", "seconds"), [((COLUMN_PRODUCT,), 3 * 1.5), ((), 3.0)], ids=["measured", "not"]
+    ("more", "seconds"),
+    [((COLUMN_PRODUCT,), 4.5), ((replace(COLUMN_PRODUCT, seconds=1.5),), 3.0), ((), 3.0)],
+    ids=["slower than plain ones in a run", "faster than that", "not measured"],
 )
-def test_matrices_that_lie_transposed_take_the_ratio_of_their_own_products(
+def test_matrices_that_lie_transposed_take_their_own_products_but_no_less_than_plain_ones(
     more: tuple[CostPoint, ...], seconds: float
 ) -> None:
     costs = Calibrated(measured(*ROUTES, *PRODUCTS, *more), "bfloat16")
@@ -96,6 +98,17 @@ def test_weights_beyond_the_measured_sizes_take_what_a_product_with_them_takes_m
     costs = Calibrated(measured(*ROUTES, PRODUCTS[0], larger), "bfloat16")
     assert costs.seconds(WorkPart("resident route", 8 * PLAIN)) == pytest.approx(6.0 + 6 / 3)
     assert costs.seconds(WorkPart("resident route", 2 * PLAIN)) == 6.0
+
+
+def test_weights_beyond_the_measured_sizes_are_read_as_slowly_as_the_lm_head_of_a_run() -> None:
+    """The head takes 3 s in a run and 2 s alone, so each third of a second more of reading takes half of one."""
+    larger = replace(PRODUCTS[0], size=4 * PLAIN, seconds=2.0)
+    head = replace(larger, operation="resident sample", seconds=3.0)
+    many = [replace(each, rows=64, seconds=each.seconds + 9) for each in (PRODUCTS[0], larger)]
+    costs = Calibrated(measured(*ROUTES, PRODUCTS[0], larger, head, *many), "bfloat16")
+    for rows in (1, 64):
+        part = WorkPart("resident route", 8 * PLAIN, rows=rows)
+        assert costs.seconds(part) == pytest.approx(6.0 + 6 / 2), rows
 
 
 def test_products_on_a_gpu_and_on_its_host_are_told_apart() -> None:

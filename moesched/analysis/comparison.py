@@ -109,9 +109,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         if len(tokens) == len(took) and max(tokens) - min(tokens) > 0.5:
             told = self._by_rate({place: rate for place, rate in enumerate(rates) if rate})
         else:
-            if (
-                self.difference is not None
-            ):  # the sentences that follow count from the first task, as this does
+            if self.difference is not None:  # as the sentences that follow, it counts from the first task
                 took = dict(zip(self.difference.places, self.difference.run_seconds, strict=True))
             told = self._by_time(took, "Least time without loading")
         return " ".join(f"{words}, {self._busiest(place)}." for place, words in told.items())

@@ -20,6 +20,7 @@ from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
 from moesched.models.config import ITEM_BYTES
+from moesched.models.tensor_sizes import COLUMNS
 from moesched.work import Demand, Work, WorkPart
 
 CACHE_WRITING = "offload_kv"
@@ -36,8 +37,9 @@ class Calibrated:
     """Cost model from a machine's table of measured operations: work takes the sum of its parts' times.
 
     Times are interpolated between measured sizes and rows. Beyond the largest measured size, time grows as the time of
-    a matrix product does, which is bound by memory or arithmetic. Concurrent work is slowed as measured. Work without
-    parts takes the time that the roofline gives.
+    a matrix product does, which is bound by memory or arithmetic; a run reads more slowly than products that are timed
+    one after the other, as the LM head shows. Concurrent work is slowed as measured. Work without parts takes the time
+    that the roofline gives.
 
     Args:
         dtype: dtype that the model computes in.
@@ -64,6 +66,7 @@ class Calibrated:
         self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
         self._coded = CodedCosts(machine.cost_table, dtype)
         self._products = ProductTimes(machine.cost_table)
+        self._slower = self._slower_in_a_run()
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
@@ -99,28 +102,52 @@ class Calibrated:
         Raises:
             BadInput: the operation was not measured.
         """
-        part, longer = self._coded.plain(part)
+        plain, longer = self._coded.plain(part)
         surface = self._surfaces.get(part.operation)
         if surface is None:
             raise BadInput(
                 f"machine {self.machine.name} has no cost for {part.operation!r} in {self.dtype}: "
                 "run `moesched calibrate`"
             )
-        if beyond := self._beyond(part, surface.largest):
-            return longer * (surface(surface.largest, part.rows) + beyond)
-        return longer * surface(part.size, part.rows)
+        if beyond := self._beyond(plain, surface.largest):
+            seconds = surface(surface.largest, plain.rows) + beyond
+        else:
+            seconds = surface(plain.size, plain.rows)
+        if self._is_transposed(
+            part
+        ):  # bound by arithmetic, so that a run, which reads more slowly, hides that
+            return max(seconds, self._product(plain.size, plain.rows, stored=COLUMNS))
+        return longer * seconds
+
+    def _is_transposed(self, part: WorkPart) -> bool:
+        """Test whether a part's weights are transposed, and products with such weights were measured."""
+        return any(stored == COLUMNS for stored, _ in part.coded) and self._products.has_columns(self.dtype)
 
     def _beyond(self, part: WorkPart, largest: float) -> float:
         """Return the seconds that a product takes longer with a part's weights than with `largest` bytes of weights."""
         kind = part.operation.removeprefix(RESIDENT)
         if part.size <= largest or kind not in ON_WEIGHTS or not self._products.has(self.dtype):
             return 0.0
-        each, resident = ITEM_BYTES[self.dtype], kind != part.operation
-        all_of_it, measured = (
-            self._products.seconds(self.dtype, nbytes / each, part.rows, resident=resident)
-            for nbytes in (part.size, largest)
-        )
-        return all_of_it - measured
+        resident = kind != part.operation
+
+        def grown(rows: float) -> float:
+            return self._product(part.size, rows, resident=resident) - self._product(
+                largest, rows, resident=resident
+            )
+
+        return grown(part.rows) + (self._slower - 1) * grown(1)
+
+    def _slower_in_a_run(self) -> float:
+        """Return the time of the largest measured LM head, for one row, over that of its product alone."""
+        head = self._surfaces.get(f"{RESIDENT}sample")
+        if head is None or not self._products.has(self.dtype):
+            return 1.0
+        return max(1.0, head(head.largest, 1) / self._product(head.largest, 1, resident=True))
+
+    def _product(self, nbytes: float, rows: float, *, stored: str = "", resident: bool = False) -> float:
+        """Return the seconds of a product alone, with as many weights as plain ones have bytes `nbytes`."""
+        weights = nbytes / ITEM_BYTES[self.dtype]
+        return self._products.seconds(self.dtype, weights, rows, stored=stored, resident=resident)
 
 
 def work_class_of(work: Work) -> str:
