@@ -68,7 +68,7 @@ def open_input(
             _require_readable(file.fileno(), path, what, pipes)
             yield file
     except IsADirectoryError as error:
-        raise BadInput(f"cannot read {what} {path}: it is a folder: name a file in it") from error
+        raise BadInput(f"cannot read {what} {path}: it is a folder, not a file; {remedy}") from error
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise BadInput(f"cannot read {what} {path}: {reason}; {remedy}") from error
