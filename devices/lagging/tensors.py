@@ -159,9 +159,8 @@ class Operations:
         value = func(tensor.values_now)
         if not isinstance(value, torch.Tensor):
             return value
-        return _shown(
-            Form.of(value, tensor.form.offset), tensor.block
-        )  # such as T, with the same first element
+        form = Form.of(value, tensor.form.offset)  # such as T, with the same first element
+        return _shown(form, tensor.block)
 
     def _queue(
         self,

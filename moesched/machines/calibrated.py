@@ -113,9 +113,7 @@ class Calibrated:
             seconds = surface(surface.largest, plain.rows) + beyond
         else:
             seconds = surface(plain.size, plain.rows)
-        if self._is_transposed(
-            part
-        ):  # bound by arithmetic, so that a run, which reads more slowly, hides that
+        if self._is_transposed(part):  # bound by arithmetic, which hides that a run reads more slowly
             return max(seconds, self._product(plain.size, plain.rows, stored=COLUMNS))
         return longer * seconds
 
