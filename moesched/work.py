@@ -15,8 +15,8 @@ class WorkPart(NamedTuple):
             weights that stay in memory).
         size: the size of one operation: bytes of weights; bytes moved by a transfer; FLOPs of a prompt's attention;
             bytes of a KV head in a decode step's attention.
-        rows: the rows that the weights are multiplied with (tokens; for experts the mean over experts), the pages of a
-            transfer, or the KV heads of a decode step's attention.
+        rows: the rows that the weights are multiplied with (tokens; a mean for experts whose tokens are not known), the
+            pages of a transfer, or the KV heads of a decode step's attention.
         times: the number of operations; a fraction where it is an expectation.
         coded: bytes of the weights in each coded storage format, as pairs of name and bytes; other weights are plain.
     """

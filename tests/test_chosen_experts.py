@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moesched.errors import BadInput
+from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
@@ -45,6 +46,15 @@ def test_a_layer_costs_as_much_as_the_experts_that_its_tokens_choose() -> None:
 def test_a_layer_costs_the_mean_where_tokens_choose_uniformly() -> None:
     prompts, token = (8 * (1 - 0.75**tokens) for tokens in (16, 2))
     assert experts_of(None) == [pytest.approx([each] * LAYERS) for each in (prompts, token)]
+
+
+def test_each_expert_costs_what_its_own_rows_cost() -> None:
+    operations = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
+    of_experts = [part for part in operations.experts(4, (1, 1, 1, 5)).parts if part.times]
+    assert [(part.rows, part.times) for part in of_experts] == [(1, 3), (5, 1)]
+    spread = operations.experts(4, (2, 2, 2, 2))
+    assert [(part.rows, part.times) for part in spread.parts] == [(2, 4)]
+    assert operations.experts(4, (1, 1, 1, 5))._replace(parts=()) == spread._replace(parts=())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

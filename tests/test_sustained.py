@@ -129,6 +129,12 @@ def test_each_expert_starts_its_own_kernels() -> None:
     assert at(T4, eight) == pytest.approx(8 * at(T4, one)) == 40 * GPU["launch_seconds"].expected
 
 
+def test_experts_in_one_call_start_its_kernels_once_however_many_rows_each_has() -> None:
+    few, many = WorkPart("experts", 1, 1, 7), WorkPart("experts", 1, 9, 1)
+    alike = Work("post_attention", "gpu", parts=(few._replace(times=8),))
+    assert at(T4, Work("post_attention", "gpu", parts=(few, many))) == at(T4, alike)
+
+
 def test_a_team_of_threads_wakes_once_for_a_task_and_meets_after_each_kernel() -> None:
     small = Work("run_expert", "cpu", parts=(WorkPart("expert", 1, 0, 8),))
     experts, kernels = 8, 5

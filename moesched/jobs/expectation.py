@@ -24,7 +24,7 @@ from moesched.requests.batch import Batch
 from moesched.routing.observed import ObservedRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.batch_policies import BatchPolicies
-from moesched.runs.decisions import experts_used, simulated_decisions
+from moesched.runs.decisions import rows_of_experts, simulated_decisions
 from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.listeners import KindMeter
@@ -116,7 +116,7 @@ class Expectation:
             tokens=TokenHandling(config.stop_tokens, rows_apart=self._routing.rows_apart),
             observers=[kinds, busy],
             steps=simulated,
-            used=experts_used(self._routing),
+            chosen=rows_of_experts(self._routing),
         )
         virtual.run()
         outcome = virtual.rank_runs[0].outcome()

@@ -46,7 +46,7 @@ from moesched.routing.choices import BatchRouting
 from moesched.routing.trace import RecordedChoices
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.cell_progress import listener_or_cell
-from moesched.runs.decisions import experts_used
+from moesched.runs.decisions import rows_of_experts
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
@@ -185,7 +185,7 @@ def _simulate(
 ) -> JobReport:
     listener = given.listener or Listener()
     plan, policy = job.plan(batch, room_for, policy=policies.next_of(0))
-    if replay and (lanes_contend(plan) or plan.nodes.count > 1 or experts_used(routing) is not None):
+    if replay and (lanes_contend(plan) or plan.nodes.count > 1 or rows_of_experts(routing) is not None):
         raise NotFixed  # durations depend on concurrent tasks, on which node runs the experts, or on the experts
     peers = [Rank(*job.plan(batch, room_for, node, policies.next_of(node))) for node in range(1, job.nodes)]
     listener.planned(plan)

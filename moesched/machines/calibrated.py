@@ -66,7 +66,7 @@ class Calibrated:
         self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
         self._coded = CodedCosts(machine.cost_table, dtype)
         self._products = ProductTimes(machine.cost_table)
-        self._slower = self._slower_in_a_run()
+        self._head = self._surfaces.get(f"{RESIDENT}sample")
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
@@ -128,19 +128,15 @@ class Calibrated:
             return 0.0
         resident = kind != part.operation
 
-        def grown(rows: float) -> float:
-            return self._product(part.size, rows, resident=resident) - self._product(
-                largest, rows, resident=resident
-            )
+        longer = self._product(part.size, part.rows, resident=resident)
+        return (longer - self._product(largest, part.rows, resident=resident)) * self._slower(part.rows)
 
-        return grown(part.rows) + (self._slower - 1) * grown(1)
-
-    def _slower_in_a_run(self) -> float:
-        """Return the time of the largest measured LM head, for one row, over that of its product alone."""
-        head = self._surfaces.get(f"{RESIDENT}sample")
-        if head is None or not self._products.has(self.dtype):
+    def _slower(self, rows: float) -> float:
+        """Return the time of the largest measured LM head over that of its product alone, at least 1."""
+        if self._head is None:
             return 1.0
-        return max(1.0, head(head.largest, 1) / self._product(head.largest, 1, resident=True))
+        largest = self._head.largest
+        return max(1.0, self._head(largest, rows) / self._product(largest, rows, resident=True))
 
     def _product(self, nbytes: float, rows: float, *, stored: str = "", resident: bool = False) -> float:
         """Return the seconds of a product alone, with as many weights as plain ones have bytes `nbytes`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moesched.models.footprint import KEPT_ROWS
 from moesched.work import Work, WorkPart
 
-EXPERTS = ("expert", "resident expert", "experts", "resident experts")
+GROUPED = ("experts", "resident experts")
+EXPERTS = ("expert", "resident expert", *GROUPED)
 ONLY_MOVING = ("combine", "embed")
 
 KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
@@ -33,16 +36,24 @@ def launches(work: Work, *, replays: bool) -> float:
     Args:
         replays: whether the processor replays graphs, as device cuda does with kernels in Triton.
     """
-    return _with_graphs(work) if replays else sum(map(kernels, work.parts))
+    return _with_graphs(work) if replays else kernels(work.parts)
 
 
-def kernels(part: WorkPart) -> float:
-    """Return the number of kernels that compute `part`; it may be a fraction, as a mean."""
-    if is_product(part):
-        if part.operation.endswith("experts"):
-            return KERNELS_OF_EXPERTS * min(1.0, part.times)
-        return part.times * (KERNELS_OF_EXPERTS if part.operation in EXPERTS else KERNELS_OF_A_PRODUCT)
-    return KERNELS_OF_ATTENTION if is_attention(part) else 1.0
+def kernels(parts: Iterable[WorkPart]) -> float:
+    """Return the number of kernels that compute `parts`; it may be a fraction, as a mean.
+
+    One call computes all experts of an operation, however many rows each of them has.
+    """
+    grouped = dict.fromkeys(GROUPED, 0.0)
+    count = 0.0
+    for part in parts:
+        if part.operation in GROUPED:
+            grouped[part.operation] += part.times
+        elif is_product(part):
+            count += part.times * (KERNELS_OF_EXPERTS if part.operation in EXPERTS else KERNELS_OF_A_PRODUCT)
+        else:
+            count += KERNELS_OF_ATTENTION if is_attention(part) else 1.0
+    return count + sum(KERNELS_OF_EXPERTS * min(1.0, experts) for experts in grouped.values())
 
 
 def is_attention(part: WorkPart) -> bool:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 from operator import ne
 from types import MappingProxyType
 from typing import NamedTuple
@@ -265,21 +266,27 @@ class ExpertOperations(Products):
         """Return the cost of one expert on `tokens` tokens, if its weights were copied to the accelerator for it."""
         return self._expert(tokens, 0.0)
 
-    def experts(self, tokens: int, used: float | None = None) -> Amount:
+    def experts(self, tokens: int, chosen: Sequence[int] | None = None) -> Amount:
         """Return the cost of a layer's experts for `tokens` tokens.
 
-        used: number of experts that have tokens; by default its mean where tokens choose experts uniformly.
+        chosen: rows of each expert that has any; by default their mean where tokens choose experts uniformly.
         """
         network = self.layer.feed_forward
-        if not network.experts:
+        rows = tokens * network.top_k
+        if not rows:
             return Amount(0, 0)
-        if used is None:
-            used = network.experts * (1 - (1 - network.top_k / network.experts) ** tokens)
-        each = self.expert(tokens * network.top_k) if used else Amount(0, 0)
-        rows = tokens * network.top_k / used if used else 0
-        parts = self.expert_product.parts("experts", rows, self.resident.experts, used)
-        nbytes = each.nbytes + (used - 1) * self.expert_bytes
-        return Amount(each.flops, nbytes, parts, each.kernel_rate)
+        if chosen is None:
+            mean = network.experts * (1 - (1 - network.top_k / network.experts) ** tokens)
+            experts_with: Mapping[float, float] = {rows / mean: mean}
+        else:
+            experts_with = Counter(chosen)
+        each = self.expert(rows)
+        nbytes = each.nbytes + (sum(experts_with.values()) - 1) * self.expert_bytes
+        parts = [
+            self.expert_product.parts("experts", of_each, self.resident.experts, experts)
+            for of_each, experts in experts_with.items()
+        ]
+        return Amount(each.flops, nbytes, tuple(chain.from_iterable(parts)), each.kernel_rate)
 
     def combine(self, tokens: int) -> Amount:
         """Return the cost, for `tokens` tokens, of the weighted sum of expert outputs and of adding the residual."""
@@ -350,21 +357,21 @@ class Operations(AttentionOperations, ExpertOperations):
         """Return the cost, for `tokens` tokens, of output projection, norm and router, before the experts."""
         return _sum(self.output_projection(tokens), self.router(tokens))
 
-    def post_attention(self, tokens: int, used: float | None = None) -> Amount:
+    def post_attention(self, tokens: int, chosen: Sequence[int] | None = None) -> Amount:
         """Return the cost, for `tokens` tokens, of output projection, router, all experts and their weighted sum.
 
-        used: number of experts that have tokens, as for `experts`.
+        chosen: rows of each expert that has any, as for `experts`.
         """
-        return _sum(self.route(tokens), self.experts(tokens, used), self.combine(tokens))
+        return _sum(self.route(tokens), self.experts(tokens, chosen), self.combine(tokens))
 
-    def after_projection(self, tokens: int, used: float | None = None) -> Amount:
+    def after_projection(self, tokens: int, chosen: Sequence[int] | None = None) -> Amount:
         """Return the cost of `post_attention` without the output projection.
 
         Tensor-parallel ranks add up their output projections before these operations.
 
-        used: number of experts that have tokens, as for `experts`.
+        chosen: rows of each expert that has any, as for `experts`.
         """
-        return _sum(self.router(tokens), self.experts(tokens, used), self.combine(tokens))
+        return _sum(self.router(tokens), self.experts(tokens, chosen), self.combine(tokens))
 
     def all_reduce(self, nbytes: int) -> Amount:
         """Return the cost of a ring all-reduce of `nbytes` bytes; the cost counts the bytes that each rank sends."""

@@ -13,7 +13,7 @@ from moesched.runs.ranks import Rank
 from moesched.seams import KeepsRowsApart, LaneKind
 from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
-from moesched.steps.works import ExpertsUsed
+from moesched.steps.works import RowsOfExperts
 from moesched.tasks import Lane
 
 EngineType = TypeVar("EngineType", bound=Engine)
@@ -71,7 +71,7 @@ def assemble(
     tokens: TokenHandling | None = None,
     steps: int | None = None,
     age: int = 0,
-    used: ExpertsUsed | None = None,
+    chosen: RowsOfExperts | None = None,
 ) -> RankRun[EngineType]:
     """Make the parts of one rank's run, ready for a driver.
 
@@ -82,11 +82,11 @@ def assemble(
         tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the plan's batch.
         age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
-        used: the experts that tokens use, in a simulation with a given routing.
+        chosen: the rows of the experts that tokens choose, in a simulation with a given routing.
     """
     lanes = make_lanes(rank.plan, kinds)
     engine = make_engine(lanes.values())
-    run_state = RunState(rank.plan, engine, lanes, steps=steps, age=age, used=used)
+    run_state = RunState(rank.plan, engine, lanes, steps=steps, age=age, chosen=chosen)
     hardware: object = rank.hardware
     if isinstance(hardware, KeepsRowsApart):
         tokens = (tokens or TokenHandling())._replace(rows_apart=hardware.rows_apart)

@@ -12,7 +12,7 @@ from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.scores import ScoredTokens, ScoresExperts, with_shares
 from moesched.seams import Routing
 from moesched.steps.plan import Plan
-from moesched.steps.works import ExpertsUsed
+from moesched.steps.works import RowsOfExperts
 from moesched.tasks import Preview, Task
 
 
@@ -68,8 +68,8 @@ def simulated_decisions(
     return decide
 
 
-def experts_used(routing: Routing | None, *, by_step: bool = False) -> ExpertsUsed | None:
-    """Return a function of the number of experts that a task's tokens choose in its layer.
+def rows_of_experts(routing: Routing | None, *, by_step: bool = False) -> RowsOfExperts | None:
+    """Return a function of the rows of each expert that a task's tokens choose in its layer.
 
     None if tokens choose experts uniformly: then the mean stands for every task, and tasks of equal size cost the same.
 
@@ -79,10 +79,10 @@ def experts_used(routing: Routing | None, *, by_step: bool = False) -> ExpertsUs
         return None
     moment = _moment(by_step=by_step)
 
-    def used(task: Task) -> int:
-        return len(routing.choose(moment(task), task.layer, task.micro_batch, task.work.tokens))
+    def chosen(task: Task) -> tuple[int, ...]:
+        return tuple(routing.choose(moment(task), task.layer, task.micro_batch, task.work.tokens).values())
 
-    return used
+    return chosen
 
 
 def _moment(*, by_step: bool) -> Callable[[Task], int]:

@@ -19,7 +19,7 @@ from moesched.serving.capacity import Capacity
 from moesched.serving.places import Places
 from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
-from moesched.steps.works import ExpertsUsed
+from moesched.steps.works import RowsOfExperts
 from moesched.tasks import Lane
 
 EngineType = TypeVar("EngineType", bound=Engine)
@@ -78,7 +78,7 @@ def first_node(
     kinds: Mapping[str, LaneKind] | None = None,
     peers: Sequence[Notices] = (),
     on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
-    used: ExpertsUsed | None = None,
+    chosen: RowsOfExperts | None = None,
 ) -> ServedRun[EngineType, Serving]:
     """Make the parts of the first of the nodes that serve, the only one that knows the requests.
 
@@ -87,12 +87,12 @@ def first_node(
         kinds: the kind of each lane on the device, by the lane's name.
         peers: the notices of the other nodes, where all nodes share a virtual clock.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
-        used: the experts that tokens use, in a simulation with a given routing.
+        chosen: the rows of the experts that tokens choose, in a simulation with a given routing.
     """
     plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
     engine = make_engine(lanes.values())
-    run_state = RunState(plan, engine, lanes, used=used)
+    run_state = RunState(plan, engine, lanes, chosen=chosen)
     notices = Notices(run_state, peers) if plan.nodes.count > 1 else None
     serving = Serving(
         run_state,

@@ -20,7 +20,7 @@ from moesched.machines.networks import NETWORK
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.served import ServedRouting
-from moesched.runs.decisions import experts_used, simulated_decisions
+from moesched.runs.decisions import rows_of_experts, simulated_decisions
 from moesched.runs.notices import NOTICE
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.ranks import OnDevices, Rank, clock_of
@@ -84,7 +84,7 @@ def simulate_serving(
         make_engine,
         peers=[each.main.notices for each in followers],
         on_step=routing.begin if isinstance(routing, ServedRouting) else None,
-        used=experts_used(routing, by_step=True),
+        chosen=rows_of_experts(routing, by_step=True),
     )
     runs: list[ServedRun[Engine, Any]] = [run, *followers]
     ranks = [Rank(plan, setup.policy, device), *peers]

@@ -15,7 +15,7 @@ from moesched.machines.cost_model import CostModel
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.assembly import assemble
-from moesched.runs.decisions import experts_used, simulated_decisions
+from moesched.runs.decisions import rows_of_experts, simulated_decisions
 from moesched.runs.ending import Ending
 from moesched.runs.outcome import Outcome, Report, make_report
 from moesched.runs.ranks import Rank
@@ -62,9 +62,9 @@ def simulate(
     started = time.perf_counter()
     ranks = [Rank(plan, policy), *peers]
     ending = Ending()
-    used = experts_used(routing)
+    chosen = rows_of_experts(routing)
     if replay:
-        if used is not None:
+        if chosen is not None:
             raise BadInput(
                 "replay needs fixed durations, and with a routing they depend on the experts that tokens choose: "
                 "give replay=False"
@@ -85,7 +85,7 @@ def simulate(
             sharing=sharing,
             observers=observers,
             recorder=recorder,
-            used=used,
+            chosen=chosen,
         )
         with ending:
             virtual.run()

@@ -18,7 +18,7 @@ from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import Observer
 from moesched.steps.contention import lanes_contend
-from moesched.steps.works import ExpertsUsed
+from moesched.steps.works import RowsOfExperts
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
 from moesched.trace import LastSteps, Recorder
 
@@ -41,7 +41,7 @@ class VirtualRun:
         tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the batch.
         age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
-        used: the experts that tokens use; by default the mean of tokens that choose experts uniformly.
+        chosen: the rows of the experts that tokens choose; by default the mean of tokens that choose experts uniformly.
 
     Attributes:
         rank_runs: lanes, engine, run state and generation of each rank.
@@ -60,14 +60,14 @@ class VirtualRun:
         tokens: TokenHandling | None = None,
         steps: int | None = None,
         age: int = 0,
-        used: ExpertsUsed | None = None,
+        chosen: RowsOfExperts | None = None,
     ) -> None:
         plan = ranks[0].plan
         sharing = lanes_contend(plan) if sharing is None else sharing
         if recorder is not None:
             recorder.sharing = sharing
         self.rank_runs = [
-            assemble(rank, make_engine, tokens=tokens, steps=steps, age=age, used=used) for rank in ranks
+            assemble(rank, make_engine, tokens=tokens, steps=steps, age=age, chosen=chosen) for rank in ranks
         ]
         self._driver = VirtualDriver(
             [each.engine for each in self.rank_runs],

@@ -12,7 +12,7 @@ from moesched.tasks import Block, Task
 
 
 class ChosenExperts(SplitVerbs):
-    """Submits verbs to an engine; `post_attention` with its own `Work`, by the number of experts that have tokens."""
+    """Submits verbs to an engine; `post_attention` with its own `Work`, by the rows of each expert."""
 
     def __init__(self, engine: Engine, works: Works) -> None:
         super().__init__(engine, works, {"post_attention": self._post_attention})

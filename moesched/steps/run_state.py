@@ -21,7 +21,7 @@ from moesched.steps.pool_counts import LOADED
 from moesched.steps.preview_accuracy import PreviewAccuracy
 from moesched.steps.rank_tasks import RankTasks
 from moesched.steps.verbs.table import INPUT, START, STRIDE
-from moesched.steps.works import ExpertsUsed, Works
+from moesched.steps.works import RowsOfExperts, Works
 from moesched.tasks import Block, Lane, PageTransfer, Task
 
 
@@ -34,7 +34,7 @@ class RunState:
         lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
-        used: the experts that tokens use, in a simulation with a given routing; see `Works`.
+        chosen: the rows of the experts that tokens choose, in a simulation with a given routing; see `Works`.
 
     Attributes:
         micro_batches: the micro-batches of decode steps.
@@ -59,7 +59,7 @@ class RunState:
         *,
         steps: int | None = None,
         age: int = 0,
-        used: ExpertsUsed | None = None,
+        chosen: RowsOfExperts | None = None,
     ) -> None:
         plan.check()
         self.steps = plan.batch.new_tokens if steps is None else steps
@@ -71,7 +71,7 @@ class RunState:
         self.stage_of = [
             stage for stage, layers in zip(self.stages, plan.stages, strict=True) for _ in layers
         ]
-        self.works = Works(plan, lanes, self.stages, used)
+        self.works = Works(plan, lanes, self.stages, chosen)
         self._age = age
         kv_roles = plan.kv.roles
         self.micro_batches = [
@@ -94,7 +94,7 @@ class RunState:
         self.stride = (len(plan.layers) + 1) * STRIDE
         self.present = list(self.prefill_batches)
         self.previews = PreviewAccuracy()
-        self.submit = self._submitter(counts=used is not None)
+        self.submit = self._submitter(counts=chosen is not None)
 
     @property
     def limited(self) -> bool:

@@ -27,8 +27,8 @@ GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 IN_FIXED_STEPS = ("pre_attention", "post_attention", "sample")
 """Verbs other than attention that launch no kernels in a fixed step, which `embed` launches as one CUDA graph."""
 
-ExpertsUsed: TypeAlias = Callable[[Task], int]
-"""Function that returns the number of experts which the tokens of a `post_attention` task choose."""
+RowsOfExperts: TypeAlias = Callable[[Task], tuple[int, ...]]
+"""Function that returns the rows of each expert which the tokens of a `post_attention` task choose, in any order."""
 
 _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
@@ -37,8 +37,8 @@ class Works:
     """Makes the `Work` objects of a run (FLOPs and bytes), and sets those of a micro-batch for each of its steps.
 
     Args:
-        used: the experts that tokens use, in a simulation with a given routing; None to take the mean of tokens that
-            choose experts uniformly.
+        chosen: the rows of the experts that tokens choose, in a simulation with a given routing; None to take the mean
+            of tokens that choose experts uniformly.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
@@ -51,7 +51,7 @@ class Works:
         plan: Plan,
         lanes: Mapping[str, Lane],
         stages: Sequence[PipelineStage],
-        used: ExpertsUsed | None = None,
+        chosen: RowsOfExperts | None = None,
     ) -> None:
         self.operations = Operations(plan.layout.config, plan.layout.dtype, _resident(plan))
         self.kinds = list(self.operations.kinds.values())
@@ -60,8 +60,8 @@ class Works:
         self._plan = plan
         self._lanes = lanes
         self._stages = stages
-        self._used = used
-        self._works: dict[tuple[str, str, int, int, bool, int | None], Work] = {}
+        self._chosen = chosen
+        self._works: dict[tuple[str, str, int, int, bool, tuple[int, ...] | None], Work] = {}
         self._moves: dict[tuple[str, str, int, int, str], tuple[Lane, Work]] = {}
         self._is_fixed = plan.machine.accelerator.replays and has_fixed_steps(plan)
 
@@ -74,7 +74,7 @@ class Works:
         layer_kind: int = 0,
         *,
         joins: bool = False,
-        used: int | None = None,
+        chosen: tuple[int, ...] | None = None,
     ) -> Work:
         """Return the `Work` (FLOPs and bytes) of one kind of operation on `tokens` rows, in one kind of layer.
 
@@ -84,9 +84,9 @@ class Works:
             amount: returns FLOPs, bytes, parts and kernel rate for a number of rows.
             layer_kind: number of the kind of layer.
             joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
-            used: number of experts that `amount` counts, where it depends on the tokens' choices; else None.
+            chosen: rows of each expert that `amount` counts, where it depends on the tokens' choices; else None.
         """
-        key = kind, resource, tokens, layer_kind, joins, used
+        key = kind, resource, tokens, layer_kind, joins, chosen
         work = self._works.get(key)
         if work is None:
             flops, nbytes, parts, rate = amount(tokens)
@@ -103,22 +103,22 @@ class Works:
         return self.work(kind, task.work.resource, task.work.tokens, of_layer, number)
 
     def of_experts(
-        self, kind: str, task: Task, amount: Callable[[Operations, int, int | None], Amount]
+        self, kind: str, task: Task, amount: Callable[[Operations, int, tuple[int, ...] | None], Amount]
     ) -> Work:
         """Return the `Work` of one kind of operation that runs all experts which the tokens of a task choose.
 
-        amount: returns FLOPs and bytes for a number of rows and the number of experts that have rows, None for its
+        amount: returns FLOPs and bytes for a number of rows and the rows of each expert that has any, None for their
             mean.
         """
         number, work = self.kind_of[task.layer], task.work
         operations = self.kinds[number]
-        counts = self._used if operations.layer.feed_forward.experts else None
-        used = None if counts is None else counts(task)
+        rows_of = self._chosen if operations.layer.feed_forward.experts else None
+        chosen = None if rows_of is None else tuple(sorted(rows_of(task)))
 
         def of_layer(tokens: int) -> Amount:
-            return amount(operations, tokens, used)
+            return amount(operations, tokens, chosen)
 
-        return self.work(kind, work.resource, work.tokens, of_layer, number, joins=work.joins, used=used)
+        return self.work(kind, work.resource, work.tokens, of_layer, number, joins=work.joins, chosen=chosen)
 
     def move(
         self, source: str, destination: str, nbytes: int, pieces: int = 1, *, kind: str = ""
