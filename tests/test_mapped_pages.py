@@ -15,7 +15,6 @@ from moesched.devices.shared.coded import rows_of
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.file_lease import FileLease
-from moesched.devices.torch.mapped_file import POPULATE_READ, system_takes
 from moesched.devices.torch.mapped_pages import MappedPages
 from moesched.errors import MoeschedError
 from moesched.machines.local import local_machine
@@ -27,6 +26,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.steps.memory import Memory, Pool, Slot, slots_of
+from moesched.system.memory_advice import POPULATE_READ, system_takes
 from small_models import SMALL
 
 

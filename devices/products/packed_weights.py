@@ -10,6 +10,8 @@ from functools import cache, partial
 
 import torch
 
+from moesched.system.memory_advice import move_to_huge_pages
+
 from .bfloat16_support import has_bfloat16
 from .plain_weights import plain_linear
 from .row_tiles import in_tiles
@@ -126,6 +128,7 @@ def pack(weight_ND: torch.Tensor) -> torch.Tensor:
     weight_ND: bfloat16, on the CPU. Call this only where `packing_pays` is true.
     """
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())
+    move_to_huge_pages(torch.ops.mkldnn.data_ptr(packed), packed_bytes(packed))
     return packed
 
 

@@ -6,19 +6,16 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from moesched.errors import BadInput, MoeschedError, OutOfMemory
+from moesched.system.memory_advice import advise
 
 from .file_lease import FileLease
-
-POPULATE_READ = 22  # Python's mmap module has no name for it
-DONT_NEED = 4
 
 
 class MappedFile:
@@ -64,7 +61,7 @@ class MappedFile:
             MoeschedError: that part of the file cannot be read.
         """
         nbytes = min(nbytes, len(self.bytes) - offset)
-        error = _madvise(self.bytes.data_ptr() + offset, nbytes, advice)
+        error = advise(self.bytes.data_ptr() + offset, nbytes, advice)
         if not error:
             return
         failed = f"mapping {nbytes} bytes of {self.path} at byte {offset} failed: {os.strerror(error)}"
@@ -77,18 +74,6 @@ class MappedFile:
     def close(self) -> None:
         """Give up the lease."""
         self._lease.close()
-
-
-@cache
-def system_takes(advice: int) -> bool:
-    """Test whether the system's `madvise` accepts an advice; False outside Linux.
-
-    advice: number of the advice on Linux.
-    """
-    if sys.platform != "linux":
-        return False
-    page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
-    return _madvise(page.data_ptr(), mmap.PAGESIZE, advice) == 0
 
 
 def _mapped(path: Path) -> torch.Tensor:
@@ -105,20 +90,3 @@ def _mapped(path: Path) -> torch.Tensor:
     memory = (ctypes.c_uint8 * len(mapping)).from_address(address)
     memory.mapping = mapping  # type: ignore[attr-defined]  # which lives as long as the memory is in use
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """Call `madvise` for the pages with `nbytes` bytes from `address` on; returns 0, or the system's error number.
-
-    Unlike the mmap module's function, this lets other threads run meanwhile.
-
-    advice: number of the advice on Linux.
-    """
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    size = ctypes.c_size_t(address + nbytes - start)
-    return ctypes.get_errno() if _library().madvise(ctypes.c_void_p(start), size, advice) else 0
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.steps.memory import Slot
+from moesched.system.memory_advice import DONT_NEED, POPULATE_READ, system_takes
 
 from ..products.linear import NamedBlocks
 from ..shared.page_reader import PageReader, block_of
-from .mapped_file import DONT_NEED, POPULATE_READ, MappedFile, system_takes
+from .mapped_file import MappedFile
 
 REMEDY = "run with --device-set direct=true"
 """Advice for users who have to write to a file during a run."""

@@ -11,13 +11,14 @@ import torch
 
 from moesched.errors import BadInput
 from moesched.seams import Progress
+from moesched.system.memory_advice import POPULATE_READ, system_takes
 from moesched.units import format_bytes
 
 from ..shared.arena import ALIGNMENT
 from .held_pages import CannotHold
 from .loading import load_each
 from .locked_memory import PORTABLE, READ_ONLY, NotLocked, lock
-from .mapped_file import POPULATE_READ, MappedFile, system_takes
+from .mapped_file import MappedFile
 
 BLOCK = max(ALIGNMENT, mmap.PAGESIZE)
 """Bytes of a block; registered parts are whole blocks."""
