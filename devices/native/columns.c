@@ -11,7 +11,7 @@
 
 /* Tiles of few rows are long and flat: with a thread's whole share of outputs, memory is read in long runs. Those of many
  * rows stay in the cache while panel after panel of rows is multiplied. */
-enum { LEAST_STRIP = 64, STRIP = SUMS / ROWS_AT_ONCE, INPUTS_OF_FEW_ROWS = 8, WIDENED = 512 };
+enum { LEAST_STRIP = 64, STRIP = SUMS / ROWS_AT_ONCE, WIDENED = 512 };
 
 /* An input of the matrix, by its block. */
 typedef struct {

@@ -9,6 +9,7 @@ enum {
     FEW_ROWS = 3,      /* of x: weights are read once, so what counts is that they are read in the order of memory */
     SUMS = 8192,       /* that are kept at once */
     INPUTS = 64,       /* most of a tile, even */
+    INPUTS_OF_FEW_ROWS = 16,
     VECTOR = 32,       /* outputs that are summed together: a cache line of weights */
 };
 
