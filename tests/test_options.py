@@ -10,10 +10,10 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from cyclopts.exceptions import RepeatArgumentError
+from cyclopts.exceptions import CoercionError, RepeatArgumentError
 
 import moesched
-from command_options import app, commands, options_of
+from command_options import app, call, commands, options_of
 from moesched.analysis.latency_table import latencies_of
 from moesched.analysis.options import LatencyOptions, RooflineOptions
 from moesched.cli.check import CheckArguments
@@ -122,11 +122,20 @@ def test_a_number_out_of_bounds_is_refused_by_its_flag(options: type[Options], f
         ({"batch_size": 8.0}, "--batch-size is 8.0, no whole number: give 1 to 65,536"),
         ({"settings": "ahead=2"}, "settings is 'ahead=2': give a mapping of names to values, such as a dict"),
         ({"budgets": ["host"]}, "budgets is ['host']: give a mapping of names to values, such as a dict"),
+        ({"trace": ""}, "trace is '', which is no path: name a file or a folder"),
     ],
 )
 def test_a_value_of_another_type_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
     with pytest.raises(moesched.BadInput, match=f"^{re.escape(said)}$"):
         moesched.run_model("nowhere", [[1]], **given)
+
+
+def test_an_empty_path_is_refused_by_every_option_that_takes_one() -> None:
+    paths = [(name, option) for name in commands() for option in options_of(name) if option.path]
+    assert len(paths) > 50
+    for name, option in paths:
+        with pytest.raises(CoercionError, match="'' is no path: name a file or a folder"):
+            call(name, (option, ""))
 
 
 def test_no_command_has_two_options_of_one_name() -> None:

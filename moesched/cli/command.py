@@ -11,7 +11,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from cyclopts import App, Group, Parameter, Token
+from cyclopts import App, CoercionError, Group, Parameter, Token
 
 from moesched.errors import BadInput
 from moesched.jobs.options import LAST_HEADINGS
@@ -270,9 +270,9 @@ def _kind(each: Described) -> Any:
     [first, *_] = each.kinds
     if get_origin(first) in (tuple, Sequence):
         [item, *_] = get_args(first)
-        return GenericAlias(tuple, (WHOLE if item is int else item, ...))
+        return GenericAlias(tuple, (_CHECKED.get(item, item), ...))
     kind = next((each_kind for each_kind in (Path, str) if each_kind in each.kinds), first)
-    return WHOLE if kind is int else kind
+    return _CHECKED.get(kind, kind)
 
 
 def _place(flag: str, kind: Any) -> Any:
@@ -285,12 +285,24 @@ def _place(flag: str, kind: Any) -> Any:
 
 def _whole_number(_: object, tokens: Sequence[Token]) -> int:
     """Convert an argument to an int; a fraction such as 1.5 is refused, not rounded."""
-    text = tokens[0].value
-    if re.fullmatch(r"[+-]?[0-9]+", text) is None:
-        raise ValueError(f"{plain_text(text)!r} is not a whole number.")
-    if (digits := len(text.lstrip("+-"))) > MOST_DIGITS:
-        raise ValueError(f"the number has {digits:,} digits, and may have {MOST_DIGITS}.")
-    return int(text)
+    [token, *_] = tokens
+    if re.fullmatch(r"[+-]?[0-9]+", token.value) is None:
+        raise CoercionError(msg=f"{plain_text(token.value)!r} is not a whole number.", token=token)
+    if (digits := len(token.value.lstrip("+-"))) > MOST_DIGITS:
+        raise CoercionError(msg=f"the number has {digits:,} digits, and may have {MOST_DIGITS}.", token=token)
+    return int(token.value)
 
 
-WHOLE = Annotated[int, Parameter(converter=_whole_number)]
+def _named_path(_: object, tokens: Sequence[Token]) -> Path:
+    """Convert an argument to a path; an empty one is refused, as Python would take it for the current folder."""
+    [token, *_] = tokens
+    if not token.value:
+        raise CoercionError(msg="'' is no path: name a file or a folder.", token=token)
+    return Path(token.value)
+
+
+_CHECKED = {
+    int: Annotated[int, Parameter(converter=_whole_number)],
+    Path: Annotated[Path, Parameter(converter=_named_path)],
+}
+"""Types of values that are checked as they are converted, by the types of the options."""
