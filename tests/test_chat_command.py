@@ -87,7 +87,14 @@ def test_each_line_is_a_message_and_the_conversation_goes_on(
 
 @pytest.mark.parametrize(
     ("path", "base"),
-    [("", "/v1"), ("/", "/v1"), ("/v1", "/v1"), ("/v1/", "/v1"), ("/proxied/v1", "/proxied/v1"), ("/other", "/other")],
+    [
+        ("", "/v1"),
+        ("/", "/v1"),
+        ("/v1", "/v1"),
+        ("/v1/", "/v1"),
+        ("/proxied/v1", "/proxied/v1"),
+        ("/other", "/other"),
+    ],
 )
 def test_a_path_of_the_address_stands_for_v1(
     url: str, path: str, base: str, monkeypatch: pytest.MonkeyPatch

@@ -138,7 +138,9 @@ def _refused_arguments(error: BaseException, having: Callable[[str], Sequence[st
         )
         return f"{command} takes no argument {first!r}: {remedy}. See moesched {command} --help"
     place = _place_of_bad_value(error)
-    return f"{place and f'Invalid value for {place}: '}{error} See moesched --help, or --help after a command."
+    return (
+        f"{place and f'Invalid value for {place}: '}{error} See moesched --help, or --help after a command."
+    )
 
 
 def _place_of_bad_value(error: BaseException) -> str:
