@@ -277,13 +277,17 @@ async def test_only_a_proxy_that_was_named_says_who_its_client_is(
         given = FrontOptions(proxies=proxies)
         running = SignalFreeServer(says_the_client, socket, listens.set, given.proxies)
         serving = asyncio.ensure_future(running.serve_clients())
-        await listens.wait()
-        reader, writer = await asyncio.open_connection(*socket.getsockname())
-        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.7\r\nConnection: close\r\n\r\n")
-        assert (await reader.read()).endswith(b"\r\n\r\n" + client)
-        writer.close()
-        running.should_exit = True
-        await serving
+        try:
+            await listens.wait()
+            reader, writer = await asyncio.open_connection(*socket.getsockname())
+            writer.write(
+                b"GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.7\r\nConnection: close\r\n\r\n"
+            )
+            assert (await reader.read()).endswith(b"\r\n\r\n" + client)
+            writer.close()
+        finally:
+            running.should_exit = True
+            await serving
 
 
 @pytest.mark.parametrize(

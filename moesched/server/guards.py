@@ -87,7 +87,7 @@ class CountedResponses:
 
 
 class OfOneLength:
-    """Passes on requests, and refuses those with both `Content-Length` and `Transfer-Encoding`; closes their connection.
+    """Passes on requests; refuses those with both `Content-Length` and `Transfer-Encoding`, and ends their connection.
 
     A proxy may believe the other of the two, and take part of the body for a request (RFC 9112, section 6.1).
     """
