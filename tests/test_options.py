@@ -18,7 +18,7 @@ from moesched.analysis.latency_table import latencies_of
 from moesched.analysis.options import LatencyOptions, RooflineOptions
 from moesched.cli.check import CheckArguments
 from moesched.cli.command import flat
-from moesched.cli.main import COMMANDS
+from moesched.cli.main import COMMANDS, main
 from moesched.cluster.cluster_jobs import ClusterFileOptions, LocalOptions
 from moesched.inputs.options import PlanOptions, SizeOptions
 from moesched.jobs.options import (
@@ -64,6 +64,24 @@ def test_every_help_ends_with_the_same_headings_in_the_same_order() -> None:
         shown = [group.name for group in sorted(groups, key=lambda group: group.sort_key)]
         last = [name for name in LAST_HEADINGS if name in shown]
         assert shown[len(shown) - len(last) :] == last
+
+
+USAGES = [
+    ("compare", "[OPTIONS] A [B...]"),
+    ("timeline", "--out OUT [OPTIONS] TRACE [TRACE...]"),
+    ("sweep", "[OPTIONS] [FILE]"),
+    ("list", "[OPTIONS] KIND [CONTAINING]"),
+    ("simulate", "--model NAME|PATH --machine NAME|FILE [OPTIONS]"),
+    ("prestack", "[OPTIONS] MODEL OUT"),
+]
+
+
+@pytest.mark.parametrize(("name", "usage"), USAGES)
+def test_the_first_line_of_a_help_names_every_argument(
+    name: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"Usage: moesched {name} {usage}\n")
 
 
 @pytest.mark.parametrize(("function", "options"), FUNCTIONS)

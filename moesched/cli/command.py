@@ -76,10 +76,33 @@ def add_commands(app: App, commands: Mapping[str, Sequence[Callable[..., Any]]],
     for place, (heading, function) in enumerate(wanted):
         name, examples = _COMMANDS[function]
         help = "\n\n".join(" ".join(each.split()) for each in (inspect.getdoc(function) or "").split("\n\n"))
-        taking = flat(function) if called in (name, None) else function
+        needed = called in (name, None)
         app.command(
-            taking, name=name, help=help, help_epilogue=examples, group=groups[heading], sort_key=place
+            flat(function) if needed else function,
+            name=name,
+            help=help,
+            help_epilogue=examples,
+            group=groups[heading],
+            sort_key=place,
+            usage=_usage(name, function) if needed else None,
         )
+
+
+def _usage(name: str, function: Callable[..., Any]) -> str:
+    """Return the line of a command's help that shows how to write it; cyclopts would name no optional argument."""
+    flags, _ = _all_taken(function)
+    named = [each for each in flags if each.flag.startswith("--")]
+    needed = [f"{each.flag} {each.option.metavar}" for each in named if each.default is MISSING]
+    options = ["[OPTIONS]"] if len(needed) < len(named) else []
+    by_place = [_argument(each) for each in flags if each not in named]
+    return " ".join(["Usage: moesched", name, *needed, *options, *by_place])
+
+
+def _argument(each: Described) -> str:
+    """Return an argument without a flag as the usage line has it."""
+    if get_origin(each.kind) is tuple:
+        return f"[{each.flag}...]"
+    return each.flag if each.default is MISSING else f"[{each.flag}]"
 
 
 def commands_with(commands: Mapping[str, Sequence[Callable[..., Any]]], flag: str) -> list[str]:
