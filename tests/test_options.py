@@ -30,6 +30,7 @@ from moesched.jobs.options import (
     SimulationOptions,
     SparsityOptions,
 )
+from moesched.jobs.served_options import ServedOptions
 from moesched.options import Described, Option, Options, described, flags_given, part_of, split
 from moesched.requests.sampling import Sampling
 
@@ -82,6 +83,15 @@ def test_the_first_line_of_a_help_names_every_argument(
 ) -> None:
     main([name, "--help"])
     assert capsys.readouterr().out.startswith(f"Usage: moesched {name} {usage}\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"), [(RunOptions, False), (SimulationOptions, True), (ServedOptions, True)]
+)
+def test_only_where_requests_join_and_leave_a_help_says_how_prompts_are_cut(
+    kind: type[Options], cut: bool
+) -> None:
+    assert ("over steps" in described(kind)["prefill_chunk"].option.help) == cut
 
 
 @pytest.mark.parametrize(("function", "options"), FUNCTIONS)
