@@ -105,13 +105,12 @@ def torch_device_that_samples(value: Any) -> Any:
         (
             None,
             {},
-            "gives None for sample mb0: give a list with the token of each sequence, an int from 0 to ",
+            "gives None for sample mb0: give a list with the token of each sequence, an int of 0 or more",
         ),
         ([1], {}, "gives 1 values to 2 sequences for sample mb0"),
         ([1, 2, 3], {}, "gives 3 values to 2 sequences"),
         ([1.0, 2.0], {}, "gives the token 1.0 for"),
         (np.array([1, 2]), {}, r"gives array\(\[1, 2\]\) for"),
-        ([1, 10**9], {}, "gives the token 1000000000 for"),
         ([1, -1], {}, "gives the token -1 for"),
         (
             [1, 2],
@@ -153,7 +152,7 @@ def test_a_device_that_lacks_what_runs_need_is_refused_with_the_name_of_that(mod
     class Lacking(TorchDevice):
         def __getattribute__(self, name: str) -> Any:
             if name == lacks:
-                raise AttributeError(name)
+                raise AttributeError(name, name=name, obj=self)
             return super().__getattribute__(name)
 
     with pytest.raises(

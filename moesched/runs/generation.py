@@ -81,7 +81,6 @@ class Generation:
         self._run = run_state
         self._policy = policy
         self._device = device
-        self._ids = range(run_state.plan.layout.config.vocabulary)
         self._stop_tokens = frozenset(stop_tokens)
         self._stopped: set[int] = set()
 
@@ -138,7 +137,7 @@ class Generation:
         if self._beams > 1:
             require_standings(values, sequences, sample, self._device)
         else:
-            require_tokens(values, sequences, sample, self._device, self._ids)
+            require_tokens(values, sequences, sample, self._device, least=0)
 
     def _rows_apart(self, rows: int) -> bool:
         """Test whether sequences can leave a micro-batch of `rows` rows without changing the bits of its other rows.

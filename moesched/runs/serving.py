@@ -150,7 +150,6 @@ class Serving:
         self._stop_tokens = frozenset(stop_tokens)
         self._listener = listener
         self._device = device
-        self._ids = range(NO_TOKEN, run_state.plan.layout.config.vocabulary)
         self._keeps_history = keeps_history
         self._on_step = on_step
         self._waiting: dict[int, Request] = {}
@@ -282,7 +281,7 @@ class Serving:
         for requests, sample in samples:
             tokens = await sample
             if self._device and requests:
-                require_tokens(tokens, len(requests), sample, self._device, self._ids)
+                require_tokens(tokens, len(requests), sample, self._device, least=NO_TOKEN)
             end = max(end, sample.end - self.loaded)
             for number, token in zip(requests, tokens if requests else (), strict=True):
                 served = self.requests.get(number)
