@@ -324,13 +324,14 @@ class PlainEngine:
                 self._settle(task, CANCELLED)
 
     def forget(self) -> None:
-        """Drop the errors and cancelled tasks of a finished run.
+        """Drop the errors and cancelled tasks of a finished run, whose handles are refused from now on.
 
         Tracebacks refer to tasks, and tasks to their lanes; no garbage collector tracks tasks.
         """
         while self._undone:
             self._undone.pop().cause = None
         for lane in self.lanes:
+            lane.over = True
             lane.unstarted.clear()
         self.failure = self._halted = self._refusal = None
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, dataclass_transform, get_args, get_origin
 
@@ -142,7 +143,7 @@ class Options:
     A subclass may give an inherited option another type or default; the description stays.
 
     Raises:
-        BadInput: a number is out of bounds, or a value is no number or no mapping where one is needed.
+        BadInput: a number is out of bounds, a value is no number or no mapping where one is needed, or a path is empty.
     """
 
     def __init_subclass__(cls) -> None:
@@ -152,6 +153,8 @@ class Options:
         for each in described(type(self)).values():
             value = getattr(self, each.name)
             each.require(value)
+            if isinstance(value, str) and not value and Path in each.kinds:
+                raise BadInput(f"{each.name} is '', which is no path: name a file or a folder")
             if each.is_table and value is not None and not isinstance(value, Mapping):
                 raise BadInput(f"{each.name} is {value!r}: give a mapping of names to values, such as a dict")
 

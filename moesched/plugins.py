@@ -45,9 +45,9 @@ def names(kind: Kind) -> list[str]:
     return sorted(point.name for point in _points(kind) if not point.value.startswith("moesched.testing."))
 
 
-def shipped(kind: Kind) -> list[str]:
-    """Return the names of the plug-ins of one kind that come with the framework, sorted."""
-    return sorted(point.name for point in _points(kind) if point.value.startswith(f"moesched.{kind}."))
+def shipped_policies() -> list[str]:
+    """Return the names of the policies that come with the framework, sorted."""
+    return sorted(point.name for point in _points("policies") if point.value.startswith("moesched.policies."))
 
 
 @overload

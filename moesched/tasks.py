@@ -92,6 +92,7 @@ class Lane:
         in_flight: number of tasks that are handed to the stream and have not ended.
         busy: nanoseconds that the lane ran so far.
         running: the task that holds the lane; None while the lane is idle.
+        over: whether the lane's run is over, so that its tasks are no handles of a later run.
         simple: whether the lane carries no collectives, and its engine was not halted.
         unstarted: the tasks of a stream in program order, from the first that has not started.
     """
@@ -106,6 +107,7 @@ class Lane:
         "in_order",
         "index",
         "name",
+        "over",
         "queue",
         "running",
         "simple",
@@ -123,6 +125,7 @@ class Lane:
     ) -> None:
         self.name = name
         self.in_order = discipline == "in_order"
+        self.over = False
         self.simple = True
         self.domain = domain
         self.depth = depth
@@ -273,7 +276,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     ranges: tuple[RowRange, ...] = ()
 
     def __await__(self) -> Generator[Task, Any, Any]:
-        if self.state < DONE:
+        if self.state < DONE or self.lane.over:  # the driver refuses a task of another run
             yield self
         if self.state != DONE:
             raise self.cause or PolicyError(

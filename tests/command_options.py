@@ -19,6 +19,7 @@ class Option(NamedTuple):
     flag: str
     required: bool
     names: bool
+    path: bool
     writes: bool
     output: bool
 
@@ -44,12 +45,12 @@ def options_of(name: str) -> list[Option]:
 
 
 def call(name: str, *given: tuple[Option, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A command and its arguments: these options, and some word for others that it needs."""
+    """A command and its arguments: these options, and 1 for others that it needs."""
     values = dict(given)
     line = [name]
     for option in options_of(name):
         if option in values or option.required:
-            line += option.given(values.get(option, "word"))
+            line += option.given(values.get(option, "1"))
     command, bound, _ = app().parse_args(line, exit_on_error=False, print_error=False)
     return command, dict(bound.arguments)
 
@@ -59,11 +60,13 @@ def _option(parameter: inspect.Parameter) -> Option:
     assert described is not None
     by_place = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
     required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+    kinds = {split(each)[0] for each in (kind, *get_args(kind))}
     flag = described.flag or "--" + parameter.name.replace("_", "-")
     return Option(
         flag="" if by_place else flag,
         required=required,
-        names=bool({str, Path} & {kind, *get_args(kind)}),
+        names=bool({str, Path} & kinds),
+        path=Path in kinds,
         writes=described.writes is not None,
         output=described.group == OUTPUT,
     )

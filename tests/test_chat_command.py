@@ -22,12 +22,15 @@ class Answering(BaseHTTPRequestHandler):
 
     asked: list[Any] = []  # noqa: RUF012  # one for each server, set by its fixture
     keys: list[str | None] = []  # noqa: RUF012  # as well
+    paths: list[str] = []  # noqa: RUF012  # as well
 
     def do_GET(self) -> None:
+        self.paths.append(self.path)
         self.keys.append(self.headers["Authorization"])
         self._send(b'{"data": [{"id": "repeater"}]}')
 
     def do_POST(self) -> None:
+        self.paths.append(self.path)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
         text = body["messages"][-1]["content"]
@@ -57,7 +60,7 @@ class Answering(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     """The address of a server that repeats."""
-    Answering.asked, Answering.keys = [], []
+    Answering.asked, Answering.keys, Answering.paths = [], [], []
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -80,6 +83,24 @@ def test_each_line_is_a_message_and_the_conversation_goes_on(
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("repeater", 0.0, None)
     assert [each["content"] for each in second["messages"]] == ["hello", "hello\x1b!\nbye", "again"]
     assert [each["role"] for each in second["messages"]] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        ("", "/v1"),
+        ("/", "/v1"),
+        ("/v1", "/v1"),
+        ("/v1/", "/v1"),
+        ("/proxied/v1", "/proxied/v1"),
+        ("/other", "/other"),
+    ],
+)
+def test_a_path_of_the_address_stands_for_v1(
+    url: str, path: str, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert said("hello\n", "--url", url + path, monkeypatch=monkeypatch) == 0
+    assert Answering.paths == [f"{base}/models", f"{base}/chat/completions"]
 
 
 def test_the_key_of_the_environment_is_sent(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moesched import plugins
-from moesched.plugins import find, shipped
+from moesched.plugins import find, shipped_policies
 from moesched.system.cache import cache_folder
 from moesched.testing.grid import Cell, Fault, GridReport, cells_of
 from moesched.testing.grid.advice import advice_of_lanes
@@ -129,7 +129,7 @@ def test_a_fault_has_its_whole_traceback_on_demand() -> None:
     assert fault.more[-1] == fault.message == "KeyError: 'experts'"
 
 
-@pytest.mark.parametrize("policy", [*shipped("policies"), "adversarial"])
+@pytest.mark.parametrize("policy", [*shipped_policies(), "adversarial"])
 def test_no_shipped_policy_has_a_fault(policy: str) -> None:
     cases = [CASES["tight GPU"], random_case(0, [CASES["weights on the disk"].machine])]
     if policy.startswith("ep_"):

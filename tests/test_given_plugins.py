@@ -7,16 +7,19 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import moesched
 from commands import SIMULATE, refused
 from moesched import plugins
 from moesched.cluster.cluster_jobs import run_local
+from moesched.devices.torch.device import TorchDevice
 from moesched.planner import plan_model
 from moesched.routing.profile import write_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
 from moesched.steps.plan import Plan
+from moesched.tasks import Task
 
 CGOPipe: Any = plugins.find("policies", "cgopipe")
 ExpertCache: Any = plugins.find("policies", "expert_cache")
@@ -83,6 +86,79 @@ def test_a_plan_is_made_for_a_class_and_for_an_object() -> None:
 def test_a_device_may_be_a_class(model: Path) -> None:
     report = moesched.run_model(model, ["abc"], device=plugins.find("devices", "mlx"), max_new_tokens=3)
     assert report.tokens == moesched.run_model(model, ["abc"], device="mlx", max_new_tokens=3).tokens
+
+
+def torch_device_that_samples(value: Any) -> Any:
+    """A device like torch, whose `sample` gives a value of its own."""
+
+    class Mistaken(TorchDevice):
+        def execute(self, task: Task) -> Any:
+            own = super().execute(task)
+            return value if task.verb == "sample" else own
+
+    return Mistaken
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "says"),
+    [
+        (
+            None,
+            {},
+            "gives None for sample mb0: give a list with the token of each sequence, an int of 0 or more",
+        ),
+        ([1], {}, "gives 1 values to 2 sequences for sample mb0"),
+        ([1, 2, 3], {}, "gives 3 values to 2 sequences"),
+        ([1.0, 2.0], {}, "gives the token 1.0 for"),
+        (np.array([1, 2]), {}, r"gives array\(\[1, 2\]\) for"),
+        ([1, -1], {}, "gives the token -1 for"),
+        (
+            [1, 2],
+            {"sampling": moesched.Sampling(beams=2)},
+            "gives 1 for sample mb0: give a list with the .*Standing",
+        ),
+    ],
+)
+def test_wrong_tokens_of_a_device_end_its_run_with_its_name(
+    model: Path, value: Any, options: dict[str, Any], says: str
+) -> None:
+    device = torch_device_that_samples(value)
+    with pytest.raises(moesched.MoeschedError, match=f"^device Mistaken: execute {says}"):
+        moesched.run_model(
+            model,
+            [[1, 2], [3]],
+            policy="resident",
+            device=device,
+            micro_batch_size=2,
+            max_new_tokens=2,
+            **options,
+        )
+
+
+@pytest.mark.parametrize("kinds", [None, {"gpu": "nonsense"}, ["gpu"]])
+def test_kinds_of_lanes_that_do_not_exist_are_refused_with_those_that_do(model: Path, kinds: Any) -> None:
+    class Mistaken(TorchDevice):
+        @property
+        def kinds(self) -> Any:
+            return kinds
+
+    says = r"^device Mistaken: kinds is .*: give a mapping of lanes' names to thread, guest, loop, awaitable, stream$"
+    with pytest.raises(moesched.BadInput, match=says):
+        moesched.run_model(model, [[1]], policy="resident", device=Mistaken, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("lacks", ["kinds", "streams"])
+def test_a_device_that_lacks_what_runs_need_is_refused_with_the_name_of_that(model: Path, lacks: str) -> None:
+    class Lacking(TorchDevice):
+        def __getattribute__(self, name: str) -> Any:
+            if name == lacks:
+                raise AttributeError(name, name=name, obj=self)
+            return super().__getattribute__(name)
+
+    with pytest.raises(
+        moesched.BadInput, match=f"^device Lacking has no {lacks}: see moesched.seams.Device$"
+    ):
+        moesched.run_model(model, [[1]], policy="resident", device=Lacking, max_new_tokens=2)
 
 
 class Unimportable(Resident):  # type: ignore[misc]  # found by its name

@@ -89,7 +89,7 @@ def expected(checkpoint: Checkpoint) -> Generated:
 
 
 def test_no_policy_and_no_way_is_left_out() -> None:
-    assert {case.policy for case in EACH} == {case.policy for case in CASES} >= {*plugins.shipped("policies")}
+    assert {case.policy for case in EACH} == {case.policy for case in CASES} >= {*plugins.shipped_policies()}
     assert {case.way for case in EACH} == {case.way for case in CASES} - {*RARE}
 
 

@@ -10,15 +10,15 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from cyclopts.exceptions import RepeatArgumentError
+from cyclopts.exceptions import CoercionError, RepeatArgumentError
 
 import moesched
-from command_options import app, commands, options_of
+from command_options import app, call, commands, options_of
 from moesched.analysis.latency_table import latencies_of
 from moesched.analysis.options import LatencyOptions, RooflineOptions
 from moesched.cli.check import CheckArguments
 from moesched.cli.command import flat
-from moesched.cli.main import COMMANDS
+from moesched.cli.main import COMMANDS, main
 from moesched.cluster.cluster_jobs import ClusterFileOptions, LocalOptions
 from moesched.inputs.options import PlanOptions, SizeOptions
 from moesched.jobs.options import (
@@ -30,6 +30,7 @@ from moesched.jobs.options import (
     SimulationOptions,
     SparsityOptions,
 )
+from moesched.jobs.served_options import ServedOptions
 from moesched.options import Described, Option, Options, described, flags_given, part_of, split
 from moesched.requests.sampling import Sampling
 
@@ -64,6 +65,33 @@ def test_every_help_ends_with_the_same_headings_in_the_same_order() -> None:
         shown = [group.name for group in sorted(groups, key=lambda group: group.sort_key)]
         last = [name for name in LAST_HEADINGS if name in shown]
         assert shown[len(shown) - len(last) :] == last
+
+
+USAGES = [
+    ("compare", "[OPTIONS] A [B...]"),
+    ("timeline", "--out OUT [OPTIONS] TRACE [TRACE...]"),
+    ("sweep", "[OPTIONS] [FILE]"),
+    ("list", "[OPTIONS] KIND [CONTAINING]"),
+    ("simulate", "--model NAME|PATH --machine NAME|FILE [OPTIONS]"),
+    ("prestack", "[OPTIONS] MODEL OUT"),
+]
+
+
+@pytest.mark.parametrize(("name", "usage"), USAGES)
+def test_the_first_line_of_a_help_names_every_argument(
+    name: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"Usage: moesched {name} {usage}\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"), [(RunOptions, False), (SimulationOptions, True), (ServedOptions, True)]
+)
+def test_only_where_requests_join_and_leave_a_help_says_how_prompts_are_cut(
+    kind: type[Options], cut: bool
+) -> None:
+    assert ("over steps" in described(kind)["prefill_chunk"].option.help) == cut
 
 
 @pytest.mark.parametrize(("function", "options"), FUNCTIONS)
@@ -122,11 +150,20 @@ def test_a_number_out_of_bounds_is_refused_by_its_flag(options: type[Options], f
         ({"batch_size": 8.0}, "--batch-size is 8.0, no whole number: give 1 to 65,536"),
         ({"settings": "ahead=2"}, "settings is 'ahead=2': give a mapping of names to values, such as a dict"),
         ({"budgets": ["host"]}, "budgets is ['host']: give a mapping of names to values, such as a dict"),
+        ({"trace": ""}, "trace is '', which is no path: name a file or a folder"),
     ],
 )
 def test_a_value_of_another_type_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
     with pytest.raises(moesched.BadInput, match=f"^{re.escape(said)}$"):
         moesched.run_model("nowhere", [[1]], **given)
+
+
+def test_an_empty_path_is_refused_by_every_option_that_takes_one() -> None:
+    paths = [(name, option) for name in commands() for option in options_of(name) if option.path]
+    assert len(paths) > 50
+    for name, option in paths:
+        with pytest.raises(CoercionError, match="'' is no path: name a file or a folder"):
+            call(name, (option, ""))
 
 
 def test_no_command_has_two_options_of_one_name() -> None:

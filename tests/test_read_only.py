@@ -19,7 +19,7 @@ from moesched.runs.policy_errors import policy_line
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
-from moesched.tasks import Task
+from moesched.tasks import DONE, Task
 from moesched.testing import Case, run_on_symbols
 from moesched.testing.policy_checks import Clock
 
@@ -316,6 +316,22 @@ def test_what_belongs_to_another_run_is_refused(use: Any, says: str) -> None:
     other = Case(name="other", machine=CASE.machine, layers=3, weights=1.2, experts=8)
     run_on_symbols(policy := Remembers(lambda policy, step: None), other.plan(policy))
     assert says in str(refused(Remembers(use)))
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_an_ended_handle_of_an_earlier_run_cannot_be_awaited(clock: Clock) -> None:
+    kept: list[Task] = []
+
+    class Keeps(Everything):
+        async def run_experts(self, step: Step, i: int, j: int) -> None:
+            kept.append(step.route(i, j))
+            for expert in await kept[-1]:
+                step.run_expert(i, expert, j)
+            await kept[0]
+
+    run_on_symbols(policy := Keeps(), CASE.plan(policy), clock)
+    assert kept[0].state == DONE
+    assert "is no task of this run: await what its verbs return" in str(refused(Keeps(), clock))
 
 
 @pytest.mark.parametrize("clock", CLOCKS)

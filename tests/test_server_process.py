@@ -16,16 +16,17 @@ from weakref import ref
 import openai
 import pytest
 import uvicorn
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from fronts import SAYS, TINY, front, tiny_tokenizer
+from fronts import CHAT, SAYS, TINY, front, tiny_tokenizer
 from moesched.errors import BadInput, MoeschedError
 from moesched.server.errors import ApiError
 from moesched.server.link import EngineLink
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
-from moesched.server.serve import ServerCallbacks, listening, serve
+from moesched.server.serve import ServerCallbacks, SignalFreeServer, listening, serve
 from served_processes import engine, server
 
 IGNORE = ServerCallbacks(lambda starting: None, lambda url, ready, notes: None, lambda answers: None)
@@ -238,6 +239,55 @@ async def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
         assert head.startswith(b"HTTP/1.1 400")
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
         writer.close()
+
+
+async def test_a_body_of_two_lengths_is_refused_and_its_connection_closed() -> None:
+    async with front() as server, connected(application=server.front.app) as (connect, _):
+        reader, writer = await connect()
+        writer.write(
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"2\r\n{}\r\n0\r\n\r\n" % CHAT.encode()
+        )
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        assert "send either Content-Length or Transfer-Encoding" in json.loads(body)["error"]["message"]
+        writer.close()
+
+
+async def says_the_client(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that answers with the client's address."""
+    await Response(scope["client"][0])(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("proxies", "client"),
+    [
+        ((), b"127.0.0.1"),
+        (("127.0.0.1",), b"192.0.2.7"),
+        (("127.0.0.0/8", "::1"), b"192.0.2.7"),
+        (("::1",), b"127.0.0.1"),
+    ],
+)
+async def test_only_a_proxy_that_was_named_says_who_its_client_is(
+    proxies: tuple[str, ...], client: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    listens = asyncio.Event()
+    with listening("127.0.0.1", 0) as socket:
+        given = FrontOptions(proxies=proxies)
+        running = SignalFreeServer(says_the_client, socket, listens.set, given.proxies)
+        serving = asyncio.ensure_future(running.serve_clients())
+        try:
+            await listens.wait()
+            reader, writer = await asyncio.open_connection(*socket.getsockname())
+            writer.write(
+                b"GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.7\r\nConnection: close\r\n\r\n"
+            )
+            assert (await reader.read()).endswith(b"\r\n\r\n" + client)
+            writer.close()
+        finally:
+            running.should_exit = True
+            await serving
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from damaged_weights import damage
 from moesched import plugins
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
-from moesched.errors import BadInput, OutOfMemory
+from moesched.errors import BadInput, MoeschedError, OutOfMemory
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
@@ -35,6 +36,7 @@ from moesched.serving.capacity import Capacity
 from moesched.serving.live import LiveArrivals
 from moesched.serving.request import Request
 from moesched.steps.plan import Plan
+from moesched.tasks import Task
 from moesched.testing.served_checks import random_departures
 from served_requests import (
     CAPACITY,
@@ -344,6 +346,21 @@ def test_a_server_that_the_system_refuses_memory_says_what_its_plan_takes(checkp
     policy, device = make_policy("resident"), Full(checkpoint, LAYOUT)
     setup = ServingSetup(planned(policy, device=device), policy, CAPACITY, ListedArrivals(asked(1)))
     with pytest.raises(OutOfMemory, match="the plan takes"):
+        serve_on(device, setup)
+    device.close()
+
+
+def test_wrong_tokens_of_a_device_end_its_service_with_its_name(checkpoint: Checkpoint) -> None:
+    class Mistaken(TorchDevice):
+        def execute(self, task: Task) -> Any:
+            own = super().execute(task)
+            return None if task.verb == "sample" else own
+
+    policy, device = make_policy("resident"), Mistaken(checkpoint, LAYOUT)
+    setup = ServingSetup(planned(policy, device=device), policy, CAPACITY, ListedArrivals(asked(1)))
+    with pytest.raises(
+        MoeschedError, match=r"^device Mistaken: execute gives None for sample mb0: give a list"
+    ):
         serve_on(device, setup)
     device.close()
 

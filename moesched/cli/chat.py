@@ -29,7 +29,9 @@ EPILOGUE = """Examples:
 @command(EPILOGUE)
 def chat(
     *,
-    url: Annotated[str, Option("Address of the server.", "URL")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, Option("Address of the server; /v1 is added if it has no path.", "URL")
+    ] = "http://127.0.0.1:8000",
     api_key_file: Annotated[
         Path | None, Option("File with the server's key. By default what MOESCHED_API_KEY says.", "FILE")
     ] = None,

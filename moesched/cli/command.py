@@ -11,7 +11,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from cyclopts import App, Group, Parameter, Token
+from cyclopts import App, CoercionError, Group, Parameter, Token
 
 from moesched.errors import BadInput
 from moesched.jobs.options import LAST_HEADINGS
@@ -76,10 +76,33 @@ def add_commands(app: App, commands: Mapping[str, Sequence[Callable[..., Any]]],
     for place, (heading, function) in enumerate(wanted):
         name, examples = _COMMANDS[function]
         help = "\n\n".join(" ".join(each.split()) for each in (inspect.getdoc(function) or "").split("\n\n"))
-        taking = flat(function) if called in (name, None) else function
+        needed = called in (name, None)
         app.command(
-            taking, name=name, help=help, help_epilogue=examples, group=groups[heading], sort_key=place
+            flat(function) if needed else function,
+            name=name,
+            help=help,
+            help_epilogue=examples,
+            group=groups[heading],
+            sort_key=place,
+            usage=_usage(name, function) if needed else None,
         )
+
+
+def _usage(name: str, function: Callable[..., Any]) -> str:
+    """Return the line of a command's help that shows how to write it; cyclopts would name no optional argument."""
+    flags, _ = _all_taken(function)
+    named = [each for each in flags if each.flag.startswith("--")]
+    needed = [f"{each.flag} {each.option.metavar}" for each in named if each.default is MISSING]
+    options = ["[OPTIONS]"] if len(needed) < len(named) else []
+    by_place = [_argument(each) for each in flags if each not in named]
+    return " ".join(["Usage: moesched", name, *needed, *options, *by_place])
+
+
+def _argument(each: Described) -> str:
+    """Return an argument without a flag as the usage line has it."""
+    if get_origin(each.kind) is tuple:
+        return f"[{each.flag}...]"
+    return each.flag if each.default is MISSING else f"[{each.flag}]"
 
 
 def commands_with(commands: Mapping[str, Sequence[Callable[..., Any]]], flag: str) -> list[str]:
@@ -270,9 +293,9 @@ def _kind(each: Described) -> Any:
     [first, *_] = each.kinds
     if get_origin(first) in (tuple, Sequence):
         [item, *_] = get_args(first)
-        return GenericAlias(tuple, (WHOLE if item is int else item, ...))
+        return GenericAlias(tuple, (_CHECKED.get(item, item), ...))
     kind = next((each_kind for each_kind in (Path, str) if each_kind in each.kinds), first)
-    return WHOLE if kind is int else kind
+    return _CHECKED.get(kind, kind)
 
 
 def _place(flag: str, kind: Any) -> Any:
@@ -285,12 +308,24 @@ def _place(flag: str, kind: Any) -> Any:
 
 def _whole_number(_: object, tokens: Sequence[Token]) -> int:
     """Convert an argument to an int; a fraction such as 1.5 is refused, not rounded."""
-    text = tokens[0].value
-    if re.fullmatch(r"[+-]?[0-9]+", text) is None:
-        raise ValueError(f"{plain_text(text)!r} is not a whole number.")
-    if (digits := len(text.lstrip("+-"))) > MOST_DIGITS:
-        raise ValueError(f"the number has {digits:,} digits, and may have {MOST_DIGITS}.")
-    return int(text)
+    [token, *_] = tokens
+    if re.fullmatch(r"[+-]?[0-9]+", token.value) is None:
+        raise CoercionError(msg=f"{plain_text(token.value)!r} is not a whole number.", token=token)
+    if (digits := len(token.value.lstrip("+-"))) > MOST_DIGITS:
+        raise CoercionError(msg=f"the number has {digits:,} digits, and may have {MOST_DIGITS}.", token=token)
+    return int(token.value)
 
 
-WHOLE = Annotated[int, Parameter(converter=_whole_number)]
+def _named_path(_: object, tokens: Sequence[Token]) -> Path:
+    """Convert an argument to a path; an empty one is refused, as Python would take it for the current folder."""
+    [token, *_] = tokens
+    if not token.value:
+        raise CoercionError(msg="'' is no path: name a file or a folder.", token=token)
+    return Path(token.value)
+
+
+_CHECKED = {
+    int: Annotated[int, Parameter(converter=_whole_number)],
+    Path: Annotated[Path, Parameter(converter=_named_path)],
+}
+"""Types of values that are checked as they are converted, by the types of the options."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 
 from cyclopts.exceptions import (
+    CoercionError,
     MissingArgumentError,
     RepeatArgumentError,
     UnknownOptionError,
@@ -136,7 +137,17 @@ def _refused_arguments(error: BaseException, having: Callable[[str], Sequence[st
             f"write --prompt {shlex.quote(first)} if it is the prompt, or omit it" if is_prompt else "omit it"
         )
         return f"{command} takes no argument {first!r}: {remedy}. See moesched {command} --help"
-    return f"{error} See moesched --help, or --help after a command."
+    place = _place_of_bad_value(error)
+    return (
+        f"{place and f'Invalid value for {place}: '}{error} See moesched --help, or --help after a command."
+    )
+
+
+def _place_of_bad_value(error: BaseException) -> str:
+    """Return the name of the argument without a flag whose value is refused; empty if cyclopts' message names it."""
+    if not isinstance(error, CoercionError) or error.msg is None or error.argument is None:
+        return ""
+    return "" if error.token is None or error.token.keyword else error.argument.name
 
 
 def _asks_for_several_servers(error: UnknownOptionError) -> bool:

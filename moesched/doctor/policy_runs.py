@@ -84,7 +84,7 @@ class _Keeper(Listener):
 def policy_names() -> list[str]:
     """Return the names of policies that run on one machine, `resident` first."""
     names = [
-        name for name in plugins.shipped("policies") if not is_expert_parallel(plugins.find("policies", name))
+        name for name in plugins.shipped_policies() if not is_expert_parallel(plugins.find("policies", name))
     ]
     return [FIRST, *(name for name in [*names, "adversarial"] if name != FIRST)]
 

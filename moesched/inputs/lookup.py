@@ -39,7 +39,7 @@ def find_shape(model: Path | str, stored_as: str | None = None) -> ModelConfig:
     if name in SHAPES:
         config = SHAPES[name]
         return config if stored_as is None else in_format(config, stored_as)
-    if is_folder(path) or is_gguf(path):
+    if name and (is_folder(path) or is_gguf(path)):
         config = read_config(path, stored_as)
         if stored_as or is_gguf(path) or not (runs(config) and is_complete(path)):
             return config

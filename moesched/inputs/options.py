@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -165,6 +165,16 @@ class BudgetOptions(Options):
     ] = None
 
 
+PREFILL_CHUNK = Option(
+    "Most prompt tokens in one pass through a layer. Fewer need less memory; more use each transfer of weights for "
+    "more tokens. By default all, or as many as fit.",
+    "N",
+    group=SIZES,
+    ge=1,
+    le=10**8,
+)
+
+
 class SizeOptions(Options):
     """Options for sizes of batches; the planner chooses those that are None."""
 
@@ -182,23 +192,25 @@ class SizeOptions(Options):
             le=65_536,
         ),
     ] = None
-    prefill_chunk: Annotated[
-        int | None,
-        Option(
-            "Most prompt tokens in one pass through a layer. Fewer need less memory; more use each transfer of weights "
-            "for more tokens. By default all, or as many as fit. Where requests join and leave, longer prompts are cut "
-            "over steps: by default at 1,024 tokens if all weights stay in memory.",
-            "N",
-            group=SIZES,
-            ge=1,
-            le=10**8,
-        ),
-    ] = None
+    prefill_chunk: Annotated[int | None, PREFILL_CHUNK] = None
 
     @property
     def sizes(self) -> SizeOptions:
         """Copy of these sizes alone, without the further options of a subclass."""
         return SizeOptions(**part_of(self, SizeOptions))
+
+
+class CutPromptsOptions(SizeOptions):
+    """Sizes for requests that may join and leave, whose prompts may be cut over steps."""
+
+    prefill_chunk: Annotated[
+        int | None,
+        replace(
+            PREFILL_CHUNK,
+            help=f"{PREFILL_CHUNK.help} Where requests join and leave, longer prompts are cut over steps: by default "
+            "at 1,024 tokens if all weights stay in memory.",
+        ),
+    ] = None
 
 
 class ChoiceOptions(Options):

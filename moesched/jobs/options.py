@@ -16,6 +16,7 @@ from moesched.inputs.options import (
     BudgetOptions,
     ChoiceOptions,
     CutOptions,
+    CutPromptsOptions,
     DeviceOptions,
     DTypeOptions,
     FormatOptions,
@@ -370,5 +371,7 @@ class ScenarioOptions(
     """The options that determine a simulation, which are also the axes of sweeps."""
 
 
-class SimulationOptions(BestPolicyOptions, OutputOptions, HelpsOptions, BandOptions, ScenarioOptions):
+class SimulationOptions(
+    BestPolicyOptions, CutPromptsOptions, OutputOptions, HelpsOptions, BandOptions, ScenarioOptions
+):
     """The options of `simulate_model`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moesched.errors import BadInput
-from moesched.inputs.options import SIZES, DeviceOptions, WeightsOptions
+from moesched.inputs.options import SIZES, CutPromptsOptions, DeviceOptions, WeightsOptions
 from moesched.jobs.options import OUTPUT, BestPolicyOptions, CostOptions, PlannedOptions
 from moesched.options import Option, Options
 from moesched.plugins import find
@@ -115,6 +115,7 @@ class ServedOptions(
     ServedTraceOptions,
     AdmissionOptions,
     ContextOptions,
+    CutPromptsOptions,
     CostOptions,
     DeviceOptions,
     PlannedOptions,

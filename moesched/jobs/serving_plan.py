@@ -104,7 +104,7 @@ def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> Non
     if PROCESS in (given.budgets or {}) or not job.machine.unified:
         return
     chooses = given.policy == POLICY
-    shipped = set(plugins.shipped("policies"))  # others may raise anything
+    shipped = set(plugins.shipped_policies())  # others may raise anything
     names = [name for name in plannable() if name in shipped]
     tried = (job.with_policy(name, 0.0) for name in names) if chooses else (job,)
     if not any(_may_fit(each, context) for each in tried):

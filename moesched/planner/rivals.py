@@ -59,7 +59,7 @@ def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
 def _candidates(setting: Setting, policy: str) -> Iterator[Candidate]:
     """Yield a candidate for each shipped policy that fits, other than `policy`."""
     sizes = [size for size in SIZES if size <= len(setting.lengths)] or [len(setting.lengths)]
-    shipped = plugins.shipped("policies")
+    shipped = plugins.shipped_policies()
     for name in plannable():
         if name != policy and name in shipped:
             cls = plugins.find("policies", name)

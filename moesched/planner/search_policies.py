@@ -219,7 +219,7 @@ def _each(
             with no_garbage_collection():
                 found.append(act(name, setting))
         except Exception as error:  # an installed plug-in may raise anything
-            if not isinstance(error, BadInput) and (named or name in plugins.shipped("policies")):
+            if not isinstance(error, BadInput) and (named or name in plugins.shipped_policies()):
                 raise
             misfits.append(misfit(name, setting, error))
     return found, misfits

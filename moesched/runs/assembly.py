@@ -88,6 +88,7 @@ def assemble(
     engine = make_engine(lanes.values())
     run_state = RunState(rank.plan, engine, lanes, steps=steps, age=age, chosen=chosen)
     hardware: object = rank.hardware
+    device = "" if hardware is None else type(hardware).__name__
     if isinstance(hardware, KeepsRowsApart):
         tokens = (tokens or TokenHandling())._replace(rows_apart=hardware.rows_apart)
-    return RankRun(rank, lanes, engine, run_state, Generation(run_state, rank.policy, tokens))
+    return RankRun(rank, lanes, engine, run_state, Generation(run_state, rank.policy, tokens, device))

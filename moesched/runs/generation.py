@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from moesched.drivers.policies import scheduled
 from moesched.requests.beams import Standing
+from moesched.runs.device_values import require_standings, require_tokens
 from moesched.seams import Policy
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
@@ -45,6 +46,7 @@ class Generation:
 
     Args:
         tokens: stop tokens of requests, and the callback for their tokens.
+        device: name of the device's class, whose tokens are checked; empty in a simulation.
 
     Attributes:
         tokens: generated tokens, by request, of the best beam; a stop token ends a request and is kept.
@@ -63,6 +65,7 @@ class Generation:
         run_state: RunState,
         policy: Policy,
         tokens: TokenHandling | None = None,
+        device: str = "",
     ) -> None:
         stop_tokens, self._on_tokens, self._apart = tokens or TokenHandling()
         self.tokens: list[list[int]] = [[] for _ in run_state.plan.batch.prompts]
@@ -77,6 +80,7 @@ class Generation:
         self.sampled: list[dict[int, int]] = []
         self._run = run_state
         self._policy = policy
+        self._device = device
         self._stop_tokens = frozenset(stop_tokens)
         self._stopped: set[int] = set()
 
@@ -107,6 +111,8 @@ class Generation:
         """Wait for the `sample` tasks of a step, store their tokens, and pass these to the callback."""
         for requests, sample in samples:
             values = await sample
+            if self._device:
+                self._require(values, len(requests), sample)
             if sample.phase == "prefill":
                 self.first_tokens |= dict.fromkeys(requests, sample.end)
             if self._beams > 1:
@@ -126,6 +132,12 @@ class Generation:
             self.sampled.append(decoded)
         self.step_ends.append(max(sample.end for _, sample in samples))
         self.busy = self._busy()
+
+    def _require(self, values: object, sequences: int, sample: Task) -> None:
+        if self._beams > 1:
+            require_standings(values, sequences, sample, self._device)
+        else:
+            require_tokens(values, sequences, sample, self._device, least=0)
 
     def _rows_apart(self, rows: int) -> bool:
         """Test whether sequences can leave a micro-batch of `rows` rows without changing the bits of its other rows.

@@ -16,6 +16,7 @@ from moesched.errors import BadInput, MoeschedError, NotFinite, TaskFailed, Tran
 from moesched.machines.networks import NETWORK
 from moesched.requests.sampling import Sampling
 from moesched.runs.assembly import assemble
+from moesched.runs.device_values import lane_kinds
 from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
@@ -166,7 +167,7 @@ class _HardwareRun:
             assemble(
                 rank,
                 new_shared_engine,
-                kinds=rank.device.kinds,
+                kinds=lane_kinds(rank.device),
                 tokens=tokens if number == 0 or tokens is None else tokens.without_receiver(),
             )
             for number, rank in enumerate(ranks)
@@ -176,7 +177,7 @@ class _HardwareRun:
         self._driver = RealtimeDriver(
             [each.engine for each in self.rank_runs],
             tasks.execute if tasks else device.execute,
-            kinds={NETWORK: "guest", **device.kinds},
+            kinds={NETWORK: "guest", **lane_kinds(device)},
             streams=tasks or device.streams,
             observers=observers_of(self.rank_runs, observers, recorder),
             clock=clock_of(device),

@@ -79,6 +79,7 @@ def first_node(
     peers: Sequence[Notices] = (),
     on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
     chosen: RowsOfExperts | None = None,
+    device: str = "",
 ) -> ServedRun[EngineType, Serving]:
     """Make the parts of the first of the nodes that serve, the only one that knows the requests.
 
@@ -88,6 +89,7 @@ def first_node(
         peers: the notices of the other nodes, where all nodes share a virtual clock.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
         chosen: the rows of the experts that tokens choose, in a simulation with a given routing.
+        device: name of the device's class, whose tokens are checked; empty in a simulation.
     """
     plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
@@ -105,6 +107,7 @@ def first_node(
         keeps_history=setup.keeps_history,
         notices=notices,
         on_step=on_step,
+        device=device,
     )
     return ServedRun(plan, engine, run_state, serving)
 

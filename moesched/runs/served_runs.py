@@ -21,6 +21,7 @@ from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.served import ServedRouting
 from moesched.runs.decisions import rows_of_experts, simulated_decisions
+from moesched.runs.device_values import lane_kinds
 from moesched.runs.notices import NOTICE
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.ranks import OnDevices, Rank, clock_of
@@ -158,8 +159,8 @@ def serve_on(
     serves = _serves(device)
     _require_role(setup.plan, first=True)
     require_one_accelerator(setup.plan, setup.policy, 1 if transport is None else setup.plan.nodes.count)
-    kinds: dict[str, LaneKind] = {**device.kinds, ARRIVALS: "awaitable"}
-    run = first_node(setup, new_shared_engine, kinds)
+    kinds: dict[str, LaneKind] = {**lane_kinds(device), ARRIVALS: "awaitable"}
+    run = first_node(setup, new_shared_engine, kinds, device=type(device).__name__)
     beside: dict[str, Execute] = {WAIT: lambda _: run.main.wait_for_news()}
     if transport is not None and run.main.notices is not None:
         _join(device, setup.plan, transport)
@@ -192,12 +193,13 @@ def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) 
     """
     serves = _serves(device)
     _require_role(plan, first=False)
-    run = other_node(plan, policy, new_shared_engine, device.kinds)
+    kinds = lane_kinds(device)
+    run = other_node(plan, policy, new_shared_engine, kinds)
     _join(device, plan, transport)
     driver = RealtimeDriver(
         [run.engine],
         partial(_execute, device, {NOTICE: partial(run.main.notices.carry, transport)}),
-        kinds={NETWORK: "guest", **device.kinds},
+        kinds={NETWORK: "guest", **kinds},
         streams=device.streams,
         clock=clock_of(device),
     )

@@ -17,6 +17,7 @@ from moesched.errors import BadInput
 from moesched.requests.logprobs import Logprob, ScoredToken
 from moesched.requests.next_token import NO_TOKEN
 from moesched.requests.rows import Rows
+from moesched.runs.device_values import require_tokens
 from moesched.runs.generation import Sampled, load
 from moesched.runs.notices import Notice, Notices
 from moesched.seams import Policy
@@ -111,6 +112,7 @@ class Serving:
         listener: told of each token and each step; None for no listener.
         keeps_history: whether to keep ended requests and the occupancy of all steps; else only the last step's.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
+        device: name of the device's class, whose tokens are checked; empty in a simulation.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
@@ -133,6 +135,7 @@ class Serving:
         keeps_history: bool = True,
         notices: Notices | None = None,
         on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
+        device: str = "",
     ) -> None:
         self.loaded = 0
         self.steps = 0
@@ -146,6 +149,7 @@ class Serving:
         self._admission = admission
         self._stop_tokens = frozenset(stop_tokens)
         self._listener = listener
+        self._device = device
         self._keeps_history = keeps_history
         self._on_step = on_step
         self._waiting: dict[int, Request] = {}
@@ -276,6 +280,8 @@ class Serving:
         end, parts = 0, {row.request for each in rows.values() for row in each.rows if not row.samples}
         for requests, sample in samples:
             tokens = await sample
+            if self._device and requests:
+                require_tokens(tokens, len(requests), sample, self._device, least=NO_TOKEN)
             end = max(end, sample.end - self.loaded)
             for number, token in zip(requests, tokens if requests else (), strict=True):
                 served = self.requests.get(number)

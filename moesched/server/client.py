@@ -25,11 +25,11 @@ class Client:
     """Asks a server that speaks OpenAI's API.
 
     Args:
-        url: the server's address, without a path.
+        url: the server's address; a path stands for `/v1`, as in `base_url` of OpenAI's clients.
         key: the API key that the server requires; None if it requires none.
 
     Raises:
-        BadInput: the address is no HTTP address.
+        BadInput: the address is no HTTP address, or has a query, a fragment, a user or a password.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -42,7 +42,13 @@ class Client:
             parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadInput(f"{shown(url)} is no address: give one such as http://127.0.0.1:8000")
+        if parts.query or parts.fragment or "@" in parts.netloc:
+            raise BadInput(
+                f"{shown(url)} is more than an address and a path: give one such as http://127.0.0.1:8000/v1, "
+                "and a key with --api-key-file"
+            )
         self._url = url
+        self._base = parts.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {key}"} if key else {}
         )
@@ -54,7 +60,7 @@ class Client:
             BadInput: the server cannot be reached, or asks for a key.
         """
         with closing(self._connection()) as connection:
-            listed = self._asked(connection, "GET", "/v1/models")
+            listed = self._asked(connection, "GET", f"{self._base}/models")
             try:
                 return str(json.loads(listed.read())["data"][0]["id"])
             except (OSError, HTTPException, *OF_ANOTHER_FORM):
@@ -72,7 +78,7 @@ class Client:
         """
         body = json.dumps({"messages": messages, "stream": True, **settings}).encode()
         with closing(self._connection()) as connection:
-            response = self._asked(connection, "POST", "/v1/chat/completions", body)
+            response = self._asked(connection, "POST", f"{self._base}/chat/completions", body)
             try:
                 yield from _pieces(response)
             except (OSError, HTTPException) as error:

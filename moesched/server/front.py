@@ -17,7 +17,7 @@ from moesched.errors import MoeschedError
 from moesched.server.answering import Chats, Completions
 from moesched.server.errors import ApiError
 from moesched.server.gate import Gate
-from moesched.server.guards import CountedResponses, Keyed, OfThisMachine, WithAbsoluteTargets
+from moesched.server.guards import CountedResponses, Keyed, OfOneLength, OfThisMachine, WithAbsoluteTargets
 from moesched.server.link import EngineLink
 from moesched.server.metrics import Metrics
 from moesched.server.model import Model
@@ -68,7 +68,8 @@ class Front:
         plain.router.redirect_slashes = False
         known = frozenset(route.path for route in routes)
         guarded = OfThisMachine(plain) if key is None else Keyed(plain, key)
-        self.app: ASGIApp = WithAbsoluteTargets(CountedResponses(guarded, self._metrics, known))
+        counted = CountedResponses(OfOneLength(guarded), self._metrics, known)
+        self.app: ASGIApp = WithAbsoluteTargets(counted)
 
     async def models(self, _: Request) -> Response:
         """Answer /v1/models with a list of the one model that is served."""

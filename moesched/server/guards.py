@@ -86,6 +86,28 @@ class CountedResponses:
         await self._app(scope, receive, noting)
 
 
+class OfOneLength:
+    """Passes on requests; refuses those with both `Content-Length` and `Transfer-Encoding`, and ends their connection.
+
+    A proxy may believe the other of the two, and take part of the body for a request (RFC 9112, section 6.1).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an ASGI request on to the application, or refuse it."""
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            error = ApiError(
+                400,
+                "the body has two lengths: send either Content-Length or Transfer-Encoding",
+                headers={"Connection": "close"},
+            )
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
 _ABSOLUTE = re.compile(rb"https?://([^/]+)(.*)", re.IGNORECASE)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 from moesched.errors import BadInput
 from moesched.options import Option, Options
 from moesched.system.input_file import read_input
+from moesched.system.plain_text import shown
 
 HTTP = "HTTP"
 """Heading of options in the help."""
@@ -32,6 +33,16 @@ class FrontOptions(Options):
             group=HTTP,
         ),
     ] = None
+    proxies: Annotated[
+        tuple[str, ...],
+        Option(
+            "Address of a proxy whose X-Forwarded-For names the client, or a network such as 10.0.0.0/8; repeatable. "
+            "By default that header is ignored.",
+            "ADDRESS",
+            flag="--proxy",
+            group=HTTP,
+        ),
+    ] = ()
     queue: Annotated[
         int,
         Option(
@@ -48,6 +59,8 @@ class FrontOptions(Options):
             raise BadInput(
                 "--host is empty: give an address, such as 127.0.0.1 for this machine alone, or 0.0.0.0 for others too"
             )
+        for each in self.proxies:
+            _require_address(each)
 
     def key(self) -> str | None:
         """Return the API key that clients have to send; None if they need none.
@@ -89,6 +102,18 @@ def _checked(key: str, where: str) -> str:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise BadInput(f"{where} has no key: give one of ASCII characters without spaces")
     return key
+
+
+def _require_address(proxy: str) -> None:
+    """Check that a proxy is given by its IP address, or by that of its network.
+
+    Raises:
+        BadInput: it is not.
+    """
+    try:
+        ipaddress.ip_network(proxy)
+    except ValueError as error:
+        raise BadInput(f"--proxy {shown(proxy)}: {error}: give an address, such as 127.0.0.1") from error
 
 
 def is_loopback(host: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.chat_template import find_chat_template
@@ -99,7 +100,7 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], callbacks: Se
                     gate = Gate(ready.places * ready.sequences, given.queue)
                     front = Front(served, child.link, gate, key)
                     say = partial(callbacks.ready, url_of(listener_socket), ready, notes)
-                    server = SignalFreeServer(front, listener_socket, say)
+                    server = SignalFreeServer(front.app, listener_socket, say, given.proxies)
                     await _serve_until(closing, server, front, child, callbacks.closing)
                     return True
 
@@ -169,25 +170,33 @@ class SignalFreeServer(uvicorn.Server):
     """uvicorn's server without its handlers of signals, since the program has its own.
 
     Args:
+        app: the application that answers.
         listener_socket: the socket to which clients connect.
         on_listening: called once the server listens.
+        proxies: addresses of proxies, whose header X-Forwarded-For is taken for the client's address.
     """
 
     capture_signals = nullcontext  # type: ignore[assignment]  # a context manager as well
 
     def __init__(
-        self, front: Front, listener_socket: socket.socket, on_listening: Callable[[], object]
+        self,
+        app: ASGIApp,
+        listener_socket: socket.socket,
+        on_listening: Callable[[], object],
+        proxies: Sequence[str] = (),
     ) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(
             uvicorn.Config(
-                front.app,
+                app,
                 http=TimedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=bool(proxies),
+                forwarded_allow_ips=[*proxies],
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=CLOSING_SECONDS,
             )

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.plugins import shipped
+from moesched.plugins import shipped_policies
 from moesched.seams import Policy
 from moesched.settings import setting_names, takes_setting
 from moesched.sweeps.axes import OPTIONS, Axes, nearest, option_of
@@ -26,7 +26,7 @@ MOST_POINTS = 1_000_000
 
 def policies_of(axes: Axes) -> list[str]:
     """Return the names of the policies of a sweep; `all` is replaced by the names of all that ship."""
-    names = [name for each in axes["policy"] for name in (shipped("policies") if each == ALL else [each])]
+    names = [name for each in axes["policy"] for name in (shipped_policies() if each == ALL else [each])]
     return list(dict.fromkeys(names))
 
 

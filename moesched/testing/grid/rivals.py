@@ -13,7 +13,7 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.machines.profiles import machine_names
 from moesched.models.shapes import SHAPES
-from moesched.plugins import shipped
+from moesched.plugins import shipped_policies
 from moesched.system.cache import cache_folder
 from moesched.system.decoding import decode_json
 from moesched.system.input_file import read_input
@@ -52,7 +52,7 @@ def rivals_in(cell: Cell) -> dict[str, float]:
 
 def _seconds_in(cell: Cell) -> dict[str, float]:
     seconds = {}
-    for name in shipped("policies"):
+    for name in shipped_policies():
         with suppress(BadInput):
             seconds[name] = simulate_cell(cell, name, {}).seconds
     return seconds
