@@ -29,9 +29,11 @@ pytest_plugins = ["cluster_fixtures", "native_fixtures"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Every run of a test checks the engine's transitions and the memory's books.
 os.environ["MOESCHED_VALIDATE"] = "1"
-# Nothing that was calibrated or kept on this machine, and nothing that tests calibrate is left there.
-os.environ["MOESCHED_CACHE"] = mkdtemp(prefix="moesched-tests-")
-atexit.register(rmtree, os.environ["MOESCHED_CACHE"], ignore_errors=True)
+# Nothing that was calibrated or kept on this machine, and nothing that tests calibrate is left there. Processes of a
+# parallel run have one folder, so that kernels are measured once for all of them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["MOESCHED_CACHE"] = mkdtemp(prefix="moesched-tests-")
+    atexit.register(rmtree, os.environ["MOESCHED_CACHE"], ignore_errors=True)
 
 # Work as small as that of the tests is done sooner by one of torch's threads, and other tests need the other cores.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -60,6 +61,7 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], out: Path, er
     """Run a command in this process."""
     from moesched.__main__ import main
 
+    gc.freeze()  # the modules that it was forked with stay
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # as the environment has it

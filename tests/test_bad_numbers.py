@@ -29,6 +29,8 @@ TOKENS = 6
 CODED = {"layers": 2, "hidden": 64, "heads": 4, "head_dim": 16, "intermediate": 64, "window": None}
 """Sizes of a small model whose rows consist of whole blocks."""
 PROMPTS = ("--prompt-ids", "1,2,3;4,5", "--max-new-tokens", TOKENS)
+TOGETHER = (*PROMPTS, "--batch-size", 2, "--micro-batch-size", 2)
+"""The prompts in one micro-batch: nothing is searched for."""
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_the_damaged_weight_is_named(command: Any, model: Path, name: str, run: 
     """Of experts, one that tokens were routed to."""
     for each in [name] if "experts" not in name else [f"{name}{expert}.down" for expert in range(4)]:
         damage(model, each)
-    line = refused(command("run", model, *run, *PROMPTS, "--json"))
+    line = refused(command("run", model, *run, *TOGETHER, "--json"))
     assert line.startswith("prefill: the logits of request ")
     assert f"the first bad tensor is weight {name}" in line
 
@@ -70,13 +72,13 @@ def test_the_damaged_weight_is_named(command: Any, model: Path, name: str, run: 
 def test_the_tokens_before_are_kept_and_the_trace_so_far_is_written(
     command: Any, model: Path, tmp_path: Path, run: tuple[str, ...]
 ) -> None:
-    good = command("run", model, *run, *PROMPTS, "--json").json["tokens"]
+    good = command("run", model, *run, *TOGETHER, "--json").json["tokens"]
     place = next(
         n for n in range(1, TOKENS - 1) if good[0][n] not in (*good[0][:n], *good[1][: n + 2], *range(6))
     )
     damage(model, "embedding", row=good[0][place])
     trace = tmp_path / "trace.json"
-    said = command("run", model, *run, *PROMPTS, "--micro-batch-size", 2, "--json", "--trace", trace)
+    said = command("run", model, *run, *TOGETHER, "--json", "--trace", trace)
     line = stopped(said)
     assert f"decode step {place + 1}: the logits of request 0 at position {3 + place + 1} are" in line
     assert "the first bad tensor is weight embedding" in line

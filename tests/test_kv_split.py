@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
+from clocks_in_turn import PLAIN, in_turn
 from moesched.cli.main import main
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch import double_buffered
@@ -33,6 +36,7 @@ from moesched.plugins import find, make_policy
 from moesched.policies.flexgen import FlexGen
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
+from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.steps.roles import Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
@@ -86,11 +90,30 @@ def test_every_share_gives_the_same_logits_to_the_bit(
         assert same_bits(other.logits_RSV, none.logits_RSV)
 
 
-@pytest.mark.parametrize(
-    ("policy", "share"), [*((each, 0.5) for each in SPLITTING), ("cgopipe", 1.0), ("flexgen", 1.0)]
-)
-def test_a_policy_with_a_split_cache_conforms(policy: str, share: float) -> None:
-    assert check_policy(lambda: make_policy(policy, {"kv_on_gpu": share})) >= len(policy_cases()) // 2
+class ByLayers(FlexGen):
+    """FlexGen with the KV caches of all micro-batches placed by layers, every other one on the accelerator."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator", layers=plan.layers[::2])
+        plan.place_kv("host", layers=plan.layers[1::2])
+        plan.reserve_kv_buffers(2)
+        plan.discipline = "in_order"
+        plan.limit_in_flight(2)
+        self.streamed, self.buffer = double_buffered(plan)
+
+
+SPLIT: list[Callable[[], Policy]] = [
+    *(partial(make_policy, policy, {"kv_on_gpu": 0.5}) for policy in SPLITTING),
+    *(partial(make_policy, policy, {"kv_on_gpu": 1.0}) for policy in ("cgopipe", "flexgen")),
+    ByLayers,
+]
+
+
+@pytest.mark.parametrize(("number", "make"), [*enumerate(SPLIT)])
+def test_a_policy_with_a_split_cache_conforms(number: int, make: Callable[[], Policy]) -> None:
+    """Each runs in every case on the plain virtual clock, and in some of them on one of the other clocks in turn."""
+    assert check_policy(make, clocks=[PLAIN]) >= len(policy_cases()) // 2
+    assert check_policy(make, *in_turn(number, policy_cases()))
 
 
 @pytest.mark.parametrize(
@@ -318,22 +341,6 @@ LAYOUT = weight_layout(SHAPES["mixtral-0.8b"].varied(layers=LAYERS))
 
 
 LONG = split_batch([16_000], 12, 1)
-
-
-class ByLayers(FlexGen):
-    """FlexGen with the KV caches of all micro-batches placed by layers, every other one on the accelerator."""
-
-    def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator", layers=plan.layers[::2])
-        plan.place_kv("host", layers=plan.layers[1::2])
-        plan.reserve_kv_buffers(2)
-        plan.discipline = "in_order"
-        plan.limit_in_flight(2)
-        self.streamed, self.buffer = double_buffered(plan)
-
-
-def test_caches_of_several_micro_batches_divide_by_layers_too() -> None:
-    assert check_policy(ByLayers) >= len(policy_cases()) // 2
 
 
 def test_keys_and_values_move_only_in_the_layers_that_the_host_has() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from clocks_in_turn import PLAIN, in_turn
 from moesched.dispatch.node_placement import Placement
 from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.machines import Machine
@@ -25,7 +27,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
-from moesched.testing import CLOCKS, Case, check_policy, node_cases, run_on_symbols
+from moesched.testing import Case, check_policy, node_cases, run_on_symbols
 from moesched.trace import LaneName, Recorder, Slice
 
 MACHINE = unified_machine(
@@ -84,14 +86,18 @@ def refusal(script: Script, **options: Any) -> str:
 # -- what conforms ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decentralised", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_takes_on_every_number_of_nodes(policy: str, decentralised: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "policy", "decentralised"),
+    [(number, *each) for number, each in enumerate(product(POLICIES, [True, False]))],
+    ids=str,
+)
+def test_a_policy_takes_on_every_number_of_nodes(number: int, policy: str, decentralised: bool) -> None:
     """With its own settings, tests/test_policies.py runs it in these cases on the plain virtual clock."""
     cases, settings = node_cases(), {"decentralised": decentralised}
     own: Any = make_policy(policy)
-    clocks = CLOCKS[1:] if own.decentralised == decentralised else CLOCKS
-    assert check_policy(lambda: make_policy(policy, settings), cases, clocks) == len(cases)
+    if own.decentralised != decentralised:
+        assert check_policy(lambda: make_policy(policy, settings), cases, [PLAIN]) == len(cases)
+    assert check_policy(lambda: make_policy(policy, settings), *in_turn(number, cases))
 
 
 @pytest.mark.parametrize("decentralised", [True, False])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -74,6 +74,34 @@ MODELS: dict[str, Callable[..., Any]] = {
 ODD = {odd: rest for odd, *rest in table("published.md", "Odd configurations")}
 
 
+class OddModel(NamedTuple):
+    """A model's folder, and the model as Hugging Face reads it."""
+
+    folder: Path
+    model: Any
+
+
+def odd_model(odd: str, folder: Path) -> OddModel:
+    """Write a model into a folder, and read it."""
+    torch.manual_seed(1)
+    name, settings, change = ODD[odd]
+    MODELS[name](**settings).save_pretrained(folder)
+    if change == "copied head":
+        copied_head(folder)
+    elif change == "router of one expert":
+        assert "model.layers.0.block_sparse_moe.gate.weight" in load_file(folder / "model.safetensors")
+    else:
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    return OddModel(folder, ready(AutoModelForCausalLM.from_pretrained(folder)))
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], OddModel]:
+    """The model with an odd fact; the last one is kept, as its devices follow each other."""
+    return lru_cache(1)(lambda odd: odd_model(odd, tmp_path_factory.mktemp("odd")))
+
+
 @pytest.mark.parametrize(
     ("odd", "device"),
     [
@@ -83,19 +111,11 @@ ODD = {odd: rest for odd, *rest in table("published.md", "Odd configurations")}
         if device != "mlx" or ODD[odd][0] not in ("glm", "gpt-oss", "granite", "granite-shared")
     ],
 )
-def test_an_odd_model_gives_the_tokens_of_hugging_face(odd: str, device: str, tmp_path: Path) -> None:
+def test_an_odd_model_gives_the_tokens_of_hugging_face(
+    model_of: Callable[[str], OddModel], odd: str, device: str
+) -> None:
     module, _, kind = DEVICES[device].partition(":")
     if device == "mlx":
         pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
-    torch.manual_seed(1)
-    name, settings, change = ODD[odd]
-    MODELS[name](**settings).save_pretrained(tmp_path)
-    if change == "copied head":
-        copied_head(tmp_path)
-    elif change == "router of one expert":
-        assert "model.layers.0.block_sparse_moe.gate.weight" in load_file(tmp_path / "model.safetensors")
-    else:
-        config = tmp_path / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    model = ready(AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert_same_tokens(model, generated(tmp_path, kind=getattr(importlib.import_module(module), kind)))
+    folder, model = model_of(odd)
+    assert_same_tokens(model, generated(folder, kind=getattr(importlib.import_module(module), kind)))

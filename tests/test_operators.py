@@ -204,7 +204,7 @@ def test_micro_batches_that_keep_no_memory_use_that_of_others_only_when_it_is_fr
         return result(device, "cgopipe", KEPT_ROWS + 1, prompts=prompts, new_tokens=3).tokens
 
     wanted = tokens(on_cpu(checkpoint))
-    for seed in range(1, 5):
+    for seed in (1, 2):
         assert tokens(on_gpu(checkpoint, seed)) == wanted
 
 
@@ -395,7 +395,7 @@ def counts(
 def test_a_later_decode_step_allocates_nothing_waits_once_and_launches_or_replays_few_times_a_layer(
     checkpoint: Checkpoint, policy: str, most: int
 ) -> None:
-    shorter, longer = (counts(checkpoint, policy, new_tokens) for new_tokens in (7, 8))
+    shorter, longer = (counts(checkpoint, policy, new_tokens) for new_tokens in (5, 6))
     assert longer.allocations == shorter.allocations
     assert longer.drained["lane accelerator"] == shorter.drained["lane accelerator"] + 1
     assert longer.launches - shorter.launches <= most * MODEL.layers + AT_ENDS

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import cycle
 
 import pytest
 
-from benchmarks.shared.equal_bits import EXPERTS, SCHEDULES, SLOW_CPU, EqualRun, Grid, Way
+from benchmarks.shared.equal_bits import EXPERTS, SCHEDULES, SLOW_CPU, EqualRun, Grid, Model, Way
 from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
@@ -32,9 +33,15 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=name_of)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference.of(request.param, tmp_path_factory.mktemp("models"))
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Model], Reference]:
+    """The reference of a model, made once: the tests take the models in turn."""
+    return cache(lambda model: Reference.of(model, tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(params=MODELS, ids=name_of)
+def reference(request: pytest.FixtureRequest, reference_of: Callable[[Model], Reference]) -> Reference:
+    return reference_of(request.param)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from moesched.cluster.cluster_file import Host
 from moesched.cluster.members import Process, Start
 from moesched.runs.listeners import Listener
+from moesched.system.collector import rare_collections
 
 PRELOADED = [
     "anyio._backends._asyncio",
@@ -109,7 +111,9 @@ def _run(arguments: list[str], errors: str, before: Callable[[], object]) -> Non
     os.dup2(handle, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     before()
-    code = main(arguments)
+    gc.freeze()  # the modules that it was forked with stay
+    with rare_collections():
+        code = main(arguments)
     with suppress(OSError):
         sys.stderr.flush()
     os._exit(code)  # a process of `multiprocessing` would turn a standard error that is full into code 1

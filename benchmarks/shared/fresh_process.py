@@ -6,6 +6,7 @@ second, without a CUDA context. It leads a group of its own, so that programs th
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -18,6 +19,8 @@ from io import BytesIO, StringIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from moesched.system.collector import rare_collections
 
 LONGEST_REASON = 300
 GENTLE_SECONDS = 3.0
@@ -134,7 +137,8 @@ def last_line(text: str) -> str:
 def _answer(sending: Connection, said: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     """Call a function and send its result, or the line of its error."""
     os.setpgid(0, 0)
-    with said.open("w", buffering=1, errors="replace") as stream:
+    gc.freeze()  # the modules that it was forked with stay
+    with rare_collections(), said.open("w", buffering=1, errors="replace") as stream:
         sys.stdout = sys.stderr = stream
         for descriptor in (1, 2):  # native libraries write to these
             os.dup2(stream.fileno(), descriptor)

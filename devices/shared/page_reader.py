@@ -211,8 +211,10 @@ class PageReader:
         """Read a whole tensor, given by canonical name, into `raw` (uint8, 1-D), if possible from the page cache."""
         stored = self._tensors[name]
         out = raw.view(_dtype_of(self.format_of(name)))
-        buffer = aligned_bytes(_BUFFER_BYTES)
-        self._count(self._convert(stored, (0, stored.shape[0]), out, buffer, cached=True))
+        rows = 0, stored.shape[0]
+        start, end = byte_range(stored, rows)
+        buffer = aligned_bytes(min(CHUNK_BYTES, end - start) + 2 * ALIGNMENT)
+        self._count(self._convert(stored, rows, out, buffer, cached=True))
 
     def _read_blocks(self, file: Blocks, into: memoryview, offset: int, needed: int, cached: bool) -> int:
         nbytes = file.read(into, offset, needed, cached=cached)
