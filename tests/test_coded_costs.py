@@ -6,8 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from moesched.machines import CostPoint, Machine, load_machine
-from moesched.machines.calibrated import Calibrated
+from moesched.machines.calibrated import ROUTE_WITHIN, Calibrated
 from moesched.machines.gpu_cost import GpuCosts
+from moesched.machines.product_times import RESIDENT
 from moesched.models.coded_models import coded_as
 from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
@@ -75,14 +76,31 @@ def test_a_machine_measured_without_coded_weights_takes_the_time_of_as_many_plai
 
 @pytest.mark.parametrize(
     ("more", "seconds"),
-    [((COLUMN_PRODUCT,), 4.5), ((replace(COLUMN_PRODUCT, seconds=1.5),), 3.0), ((), 3.0)],
-    ids=["slower than plain ones in a run", "faster than that", "not measured"],
+    [((COLUMN_PRODUCT,), 4.5 + 2.0), ((replace(COLUMN_PRODUCT, seconds=0.5),), 0.5 + 2.0), ((), 3.0)],
+    ids=["slower than by plain ones", "faster", "not measured"],
 )
-def test_matrices_that_lie_transposed_take_their_own_products_but_no_less_than_plain_ones(
+def test_matrices_that_lie_transposed_take_their_own_products_and_what_a_run_adds_to_plain_ones(
     more: tuple[CostPoint, ...], seconds: float
 ) -> None:
+    """A plain route takes 3 s in a run, and its product 1 s alone."""
     costs = Calibrated(measured(*ROUTES, *PRODUCTS, *more), "bfloat16")
     assert costs.seconds(WorkPart("resident route", PLAIN, coded=((COLUMNS, PLAIN),))) == seconds
+
+
+def test_a_layer_of_transposed_experts_costs_what_its_router_and_experts_cost_as_tasks() -> None:
+    names = {"route": 3.0, ROUTE_WITHIN: 2.0, "expert": 4.0, "experts": 3.0}
+    table = [
+        replace(ROUTES[0], operation=f"{RESIDENT}{name}", seconds=seconds) for name, seconds in names.items()
+    ]
+    costs = Calibrated(measured(*table, *PRODUCTS, replace(COLUMN_PRODUCT, seconds=1.0)), "bfloat16")
+
+    def seconds(*coded: tuple[str, int]) -> float:
+        experts = WorkPart(f"{RESIDENT}experts", PLAIN, times=5, coded=coded)
+        layer = Work("post_attention", "cpu", parts=(WorkPart(f"{RESIDENT}route", PLAIN), experts))
+        return costs.work(layer).seconds
+
+    assert seconds() == 2.0 + 5 * 3.0
+    assert seconds((COLUMNS, PLAIN)) == 3.0 + 5 * 4.0
 
 
 def test_plain_experts_of_gpt_oss_lie_transposed_and_published_ones_do_not() -> None:

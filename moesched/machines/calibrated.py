@@ -90,11 +90,22 @@ class Calibrated:
         return Demand(lead + seconds, (), work_class, tuple(self._slowed.get(work_class, ())), lead)
 
     def _priced(self, work: Work) -> Iterable[WorkPart]:
-        """Yield the parts of `work`, each named after the operation in the cost table whose time applies to it."""
+        """Yield the parts of `work`, each named after the operation in the cost table whose time applies to it.
+
+        A layer in one task is one call of the native kernels, whose router hands no choices to the host. With
+        transposed experts, it is computed as the tasks `route` and `run_expert` are.
+        """
+        if work.kind != "post_attention":
+            yield from work.parts
+            return
+        in_parts = any(map(self._is_transposed, work.parts))
         for part in work.parts:
-            within = part.operation.replace("route", ROUTE_WITHIN)
-            is_within = work.kind == "post_attention" and within in self._surfaces
-            yield part._replace(operation=within) if is_within else part
+            operation = part.operation
+            if in_parts:
+                operation = operation.replace("experts", "expert")
+            elif (within := operation.replace("route", ROUTE_WITHIN)) in self._surfaces:
+                operation = within
+            yield part._replace(operation=operation)
 
     def seconds(self, part: WorkPart) -> float:
         """Return the seconds of one repetition of a part's operation.
@@ -113,8 +124,10 @@ class Calibrated:
             seconds = surface(surface.largest, plain.rows) + beyond
         else:
             seconds = surface(plain.size, plain.rows)
-        if self._is_transposed(part):  # bound by arithmetic, which hides that a run reads more slowly
-            return max(seconds, self._product(plain.size, plain.rows, stored=COLUMNS))
+        if self._is_transposed(part):  # a run adds as much time to its product as to one by plain weights
+            resident = part.operation.startswith(RESIDENT)
+            added = seconds - self._product(plain.size, plain.rows, resident=resident)
+            return self._product(plain.size, plain.rows, stored=COLUMNS) + max(0.0, added)
         return longer * seconds
 
     def _is_transposed(self, part: WorkPart) -> bool:
