@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 
 
 def main() -> int:
@@ -17,7 +16,7 @@ def main() -> int:
     from moesched.errors import memory_refusal
     from moesched.system.collector import rare_collections
     from moesched.system.signals import Stopped, ends_in_order, exit_code_of_signal, interruption
-    from moesched.system.standard_output import reserve_stdout
+    from moesched.system.standard_output import abandon, reserve_stdout
 
     reserve_stdout()
     with ends_in_order(), rare_collections():
@@ -26,8 +25,10 @@ def main() -> int:
 
             return command_line()
         except Stopped:  # while modules are imported
-            with suppress(OSError):
+            try:
                 sys.stderr.write(f"moesched: {interruption()}\n")
+            except OSError:
+                abandon(sys.stderr)
             return exit_code_of_signal()
         except (ImportError, MemoryError) as error:  # while modules are imported
             if memory_refusal(error) is None:

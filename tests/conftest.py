@@ -27,6 +27,8 @@ pytest_plugins = ["cluster_fixtures", "native_fixtures"]
 
 # Before any test imports transformers: its models come from the tests themselves, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Set in many containers. Users' commands keep their last text in buffers, and so do those of the tests.
+os.environ.pop("PYTHONUNBUFFERED", None)
 # Every run of a test checks the engine's transitions and the memory's books.
 os.environ["MOESCHED_VALIDATE"] = "1"
 # Nothing that was calibrated or kept on this machine, and nothing that tests calibrate is left there. Processes of a

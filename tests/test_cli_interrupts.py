@@ -108,3 +108,22 @@ def test_a_closed_terminal_ends_a_command_without_a_traceback(tmp_path: Path) ->
         os.close(leader)
         assert process.wait(PATIENCE_SECONDS) == 129
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a terminal that ends with its other side")
+def test_what_a_closed_terminal_cannot_show_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """The signal comes once, from elsewhere, so that the command ends in order and has a message."""
+    leader, terminal = pty.openpty()
+    command = [sys.executable, "-m", "moesched", "calibrate", "--out", str(tmp_path / "machine.toml")]
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as process:
+        os.close(terminal)
+        seen = b""
+        while b"measuring" not in seen:
+            seen += os.read(leader, 1000)
+        process.send_signal(signal.SIGSTOP)
+        os.close(leader)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(PATIENCE_SECONDS) == 129

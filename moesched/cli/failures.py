@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import inspect
-import os
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 
 from cyclopts.exceptions import (
@@ -32,7 +30,7 @@ from moesched.errors import (
 from moesched.runs.policy_errors import explained, is_policys
 from moesched.system.plain_text import plain_text
 from moesched.system.signals import exit_code_of_signal, first_signal, interruption
-from moesched.system.standard_output import command_output
+from moesched.system.standard_output import abandon, command_output
 from moesched.system.whole_file import path_refusal
 
 BAD_INPUT = 2
@@ -69,14 +67,14 @@ def exit_code_of(
         return error.code if isinstance(error.code, int) else FAILED
     terminal_closed = isinstance(error, OSError) and first_signal() is not None
     if isinstance(error, KeyboardInterrupt) or terminal_closed:
-        _abandon_stdout()
+        abandon(command_output())
         tell(interruption())
         return exit_code_of_signal()
     if isinstance(error, BrokenPipeError):  # the reader of standard output has closed it, as `head` does
-        _abandon_stdout()
+        abandon(command_output())
         return FAILED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        _abandon_stdout()
+        abandon(command_output())
         tell(f"{error.filename or 'standard output'}: {error.strerror}: free some space, or write elsewhere")
         return BAD_INPUT
     if not isinstance(error, OutOfMemory) and (reason := memory_refusal(error)):
@@ -188,17 +186,7 @@ def tell_more(text: str) -> None:
     line = plain_text(text)
     if len(line) > LONGEST_LINE:
         line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
-
-
-def _abandon_stdout() -> None:
-    """Flush standard output if possible, and prevent the interpreter's final flush, which would fail."""
-    with suppress(OSError, ValueError):
-        command_output().flush()
     try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, command_output().fileno())
-        os.close(null)
-    except (OSError, ValueError):
-        pass
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        abandon(sys.stderr)

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -57,6 +58,14 @@ def command_output() -> TextIO:
     The stream writes to standard output even while `reserve_stdout` sends everything else to standard error.
     """
     return _reserved[-1] if _reserved else sys.stdout
+
+
+def abandon(stream: TextIO) -> None:
+    """Flush a stream if possible; else drop its text, which the interpreter's final flush would fail to write."""
+    with suppress(OSError, ValueError):
+        stream.flush()
+    with suppress(OSError, ValueError):
+        _open_null(stream.fileno())
 
 
 def is_stdout(path: Path) -> bool:
