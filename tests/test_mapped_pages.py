@@ -26,7 +26,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.steps.memory import Memory, Pool, Slot, slots_of
-from moesched.system.memory_advice import POPULATE_READ, system_takes
+from moesched.system.memory_advice import HUGE_PAGE, POPULATE_READ, system_takes
 from small_models import SMALL
 
 
@@ -48,7 +48,6 @@ linux = pytest.mark.skipif(
 )
 
 POLICIES = ("layer_streaming", "cgopipe", "expert_streaming")
-HUGE_PAGE = 2 << 20
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 
 

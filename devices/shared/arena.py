@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moesched.models.host_buffers import CACHE_LINE
+from moesched.system.memory_advice import HUGE_PAGE
 from moesched.system.memory_ahead import new_memory
 
-HUGE_PAGE = 2 << 20  # bytes
 ALIGNMENT = 4096  # of the address, file offset and length of direct reads
 
 

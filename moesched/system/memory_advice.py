@@ -12,7 +12,7 @@ POPULATE_READ, DONT_NEED = 22, 4
 COLLAPSE = 25
 """Numbers of advice on Linux; Python's mmap module lacks most of them."""
 
-HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20  # bytes
 TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
