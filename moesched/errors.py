@@ -10,6 +10,7 @@ MoeschedError
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
 │   └── OverBudget      more bytes than the budget of a memory allows
 ├── KernelFailed        a kernel from outside the tree raised, or returned a wrong type, shape or dtype
+├── WrongValue          a device returned what is no result of a task; names device, value and task
 ├── TaskFailed          a task raised an error on its lane; names task, lane and line
 ├── TransportError      a collective cannot end: a rank is missing or gave up, or the transport was closed
 │   └── RankLost        a rank is gone: its process ended, its machine is silent, or it left
@@ -85,6 +86,10 @@ class OverBudget(PolicyError):
 
 class KernelFailed(MoeschedError):
     """A kernel from outside the tree raised, or returned a wrong type, shape or dtype; the message names the kernel."""
+
+
+class WrongValue(MoeschedError):
+    """A device returned a value that is no result of a task; the message names the device, the value and the task."""
 
 
 class TaskFailed(MoeschedError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from commands import SIMULATE, refused
 from moesched import plugins
 from moesched.cluster.cluster_jobs import run_local
 from moesched.devices.torch.device import TorchDevice
+from moesched.errors import WrongValue
+from moesched.models.layout import Page
 from moesched.planner import plan_model
 from moesched.routing.profile import write_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
@@ -88,13 +91,13 @@ def test_a_device_may_be_a_class(model: Path) -> None:
     assert report.tokens == moesched.run_model(model, ["abc"], device="mlx", max_new_tokens=3).tokens
 
 
-def torch_device_that_samples(value: Any) -> Any:
-    """A device like torch, whose `sample` gives a value of its own."""
+def torch_device_that_gives(verb: str, change: Callable[[Any], Any]) -> Any:
+    """A device like torch, whose value of a verb is changed."""
 
     class Mistaken(TorchDevice):
         def execute(self, task: Task) -> Any:
             own = super().execute(task)
-            return value if task.verb == "sample" else own
+            return change(own) if task.verb == verb else own
 
     return Mistaken
 
@@ -122,7 +125,7 @@ def torch_device_that_samples(value: Any) -> Any:
 def test_wrong_tokens_of_a_device_end_its_run_with_its_name(
     model: Path, value: Any, options: dict[str, Any], says: str
 ) -> None:
-    device = torch_device_that_samples(value)
+    device = torch_device_that_gives("sample", lambda _: value)
     with pytest.raises(moesched.MoeschedError, match=f"^device Mistaken: execute {says}"):
         moesched.run_model(
             model,
@@ -133,6 +136,92 @@ def test_wrong_tokens_of_a_device_end_its_run_with_its_name(
             max_new_tokens=2,
             **options,
         )
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (
+            None,
+            "gives None for route L0 mb0: give a dict with the rows of each expert .* by ints from 0 to 3$",
+        ),
+        ([1], r"gives \[1\] for route L0 mb0"),
+        ({99: 1}, "gives {99: 1} for route L0 mb0"),
+        ({-1: 1}, "gives {-1: 1} for"),
+        ({0: 0}, "gives {0: 0} for"),
+        ({0: 2.0}, "gives {0: 2.0} for"),
+        ({"0": 2}, "gives {'0': 2} for"),
+    ],
+)
+def test_wrong_rows_of_a_device_end_its_run_with_its_name_and_not_the_policys_line(
+    model: Path, value: Any, says: str
+) -> None:
+    device = torch_device_that_gives("route", lambda _: value)
+    with pytest.raises(moesched.MoeschedError, match=f"^device Mistaken: execute {says}") as refused:
+        moesched.run_model(model, [[1, 2], [3]], policy="expert_cache", device=device, max_new_tokens=2)
+    assert type(refused.value) is WrongValue
+
+
+def test_wrong_forecasts_and_missing_scores_of_a_device_end_its_run_with_its_name(model: Path) -> None:
+    for verb, says in (
+        ("preview_route", "preview_route L1 mb0: give a moesched.routing.ScoredTokens .* of all 4 experts"),
+        ("route", "route L0 mb0: give a moesched.routing.ScoredTokens"),
+    ):
+        device = torch_device_that_gives(verb, dict)
+        with pytest.raises(WrongValue, match=f"^device Mistaken: execute gives {{.*}} for {says}"):
+            moesched.run_model(model, [[1, 2]], policy="hybrimoe", device=device, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("verb", "change"),
+    [
+        ("sample", lambda own: [np.int64(token) for token in own]),
+        ("route", lambda own: {np.int64(expert): np.int32(rows) for expert, rows in own.items()}),
+    ],
+)
+def test_integers_of_numpy_are_taken_as_ints(
+    model: Path, tmp_path: Path, verb: str, change: Callable[[Any], Any]
+) -> None:
+    def report(device: Any) -> moesched.JobReport:
+        return moesched.run_model(
+            model,
+            [[1, 2], [3]],
+            policy="expert_cache",
+            device=device,
+            max_new_tokens=3,
+            trace=tmp_path / "trace",
+        )
+
+    tokens = report(torch_device_that_gives(verb, change)).tokens
+    assert tokens == report("torch").tokens
+    assert {type(token) for each in tokens or [] for token in each} == {int}
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(10, "10"), ("10", "'10'"), (1e6, "1000000.0"), (None, "None")],
+)
+def test_wrong_sizes_of_slots_are_refused_with_the_name_of_the_device(
+    model: Path, size: Any, shown: str
+) -> None:
+    class Mistaken(TorchDevice):
+        def slot_bytes(self, page: Page) -> Any:
+            return size
+
+    says = f"^device Mistaken: slot_bytes gives {shown} for page L0 dense #0: give an int of at least .* nbytes, "
+    with pytest.raises(moesched.BadInput, match=says):
+        moesched.run_model(model, [[1]], policy="layer_streaming", device=Mistaken, max_new_tokens=2)
+
+
+def test_sizes_of_slots_may_be_integers_of_numpy(model: Path) -> None:
+    class Numeric(TorchDevice):
+        def slot_bytes(self, page: Page) -> Any:
+            return np.int64(super().slot_bytes(page))
+
+    report = moesched.run_model(model, [[1]], policy="layer_streaming", device=Numeric, max_new_tokens=2)
+    assert (
+        report.tokens == moesched.run_model(model, [[1]], policy="layer_streaming", max_new_tokens=2).tokens
+    )
 
 
 @pytest.mark.parametrize("kinds", [None, {"gpu": "nonsense"}, ["gpu"]])

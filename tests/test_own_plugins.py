@@ -74,12 +74,16 @@ def test_a_device_that_loses_a_row_is_found_out() -> None:
 @pytest.mark.parametrize(
     ("verb", "value", "match"),
     [
-        ("route", None, "route L0 mb0 gives None: give the number of rows of each expert that has any"),
-        ("route", {99: 6}, r"route L0 mb0 names experts \[99\], and the model has 4"),
-        ("route", {0: 10.0}, "route L0 mb0 gives 10.0, which is no int"),
-        ("sample", None, "sample mb0 gives None: give a list of tokens"),
-        ("sample", [1], "sample mb0 gives 1 tokens to 2 sequences"),
-        ("sample", list(np.ones(2, np.int64)), "sample mb0 gives the token .*1.*, which is no int"),
+        (
+            "route",
+            None,
+            "device Mistaken: execute gives None for route L0 mb0: give a dict with the rows of each expert",
+        ),
+        ("route", {99: 6}, "gives {99: 6} for route L0 mb0: give .* by ints from 0 to 3"),
+        ("route", {0: 10.0}, "gives {0: 10.0} for route L0 mb0"),
+        ("sample", None, "gives None for sample mb0: give a list with the token of each sequence"),
+        ("sample", [1], "gives 1 values to 2 sequences for sample mb0"),
+        ("sample", list(np.ones(2)), "gives the token .*1.* for sample mb0"),
     ],
 )
 def test_a_device_whose_values_are_wrong_is_found_out(verb: str, value: Any, match: str) -> None:

@@ -350,17 +350,24 @@ def test_a_server_that_the_system_refuses_memory_says_what_its_plan_takes(checkp
     device.close()
 
 
-def test_wrong_tokens_of_a_device_end_its_service_with_its_name(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize(
+    ("verb", "policy_name", "says"),
+    [
+        ("sample", "resident", "sample mb0: give a list"),
+        ("route", "expert_cache", "route L0 mb0: give a dict"),
+    ],
+)
+def test_wrong_values_of_a_device_end_its_service_with_its_name(
+    checkpoint: Checkpoint, verb: str, policy_name: str, says: str
+) -> None:
     class Mistaken(TorchDevice):
         def execute(self, task: Task) -> Any:
             own = super().execute(task)
-            return None if task.verb == "sample" else own
+            return None if task.verb == verb else own
 
-    policy, device = make_policy("resident"), Mistaken(checkpoint, LAYOUT)
+    policy, device = make_policy(policy_name), Mistaken(checkpoint, LAYOUT)
     setup = ServingSetup(planned(policy, device=device), policy, CAPACITY, ListedArrivals(asked(1)))
-    with pytest.raises(
-        MoeschedError, match=r"^device Mistaken: execute gives None for sample mb0: give a list"
-    ):
+    with pytest.raises(MoeschedError, match=f"^device Mistaken: execute gives None for {says}"):
         serve_on(device, setup)
     device.close()
 

@@ -28,6 +28,7 @@ from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.requests.sampling import Sampling
 from moesched.runs.batch_policies import BatchPolicies
+from moesched.runs.device_values import checked_slot_bytes
 from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
@@ -246,7 +247,7 @@ class NodeJob:
             batch,
             policy,
             self._budgets,
-            self._device.slot_bytes,
+            partial(checked_slot_bytes, self._device),
             nodes=node_order.nodes,
             node=node_order.node,
             process=self._process,

@@ -32,6 +32,7 @@ from moesched.seams import LaneKind, Observer, Streams
 from moesched.tasks import Block, Lane, Task
 
 T = TypeVar("T", bound=Task)
+Check = Callable[[Task, Any], Any]
 
 SWITCH_INTERVAL_SECONDS = 0.0005
 """Seconds between switches of threads; with Python's default of 5 ms, a busy policy starves the lanes."""
@@ -107,6 +108,8 @@ class RealtimeDriver:
             "thread".
         streams: the device that runs the tasks of lanes of kind "stream"; None if there are no such lanes.
         observers: called with each task that ran, when it ends.
+        checks: by verb, a function of a task and the value that `execute` or a stream gave for it. It returns the value
+            to keep, or raises what ends the run: the value is wrong, and no policy sees it.
         clock: source of times; emulated devices have clocks of their own.
     """
 
@@ -118,6 +121,7 @@ class RealtimeDriver:
         kinds: Mapping[str, LaneKind] | None = None,
         streams: Streams | None = None,
         observers: Sequence[Observer] = (),
+        checks: Mapping[str, Check] | None = None,
         clock: Clock = perf_counter_ns,
     ) -> None:
         self.clock = clock
@@ -125,12 +129,13 @@ class RealtimeDriver:
         self.lock = threading.Lock()
         self._engines = list(engines)
         self._observers = [observer.ended for observer in observers]
+        self._checks = checks or {}
         self._rendezvous = Rendezvous(self._engines)
         self._started: list[Task] = []
         self._awaited: list[Task] = []
         self._runs: list[PolicyCoroutine] = []
         self._draining = False
-        self._observer_error: BaseException | None = None
+        self._given_up: BaseException | None = None
         self._over: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
         self._owners: list[SharedEngine] = []
@@ -174,7 +179,7 @@ class RealtimeDriver:
         raises CancelledError.
 
         Raises:
-            Exception: an error of an observer, or else the first error of a coroutine, after all have ended.
+            Exception: an error of an observer or a check, or else the first error of a coroutine, after all have ended.
         """
         self.origin = self.clock()
         self._loop = asyncio.get_running_loop()
@@ -193,10 +198,10 @@ class RealtimeDriver:
             except asyncio.CancelledError:
                 await self._stop()
                 raise
-        if self._observer_error is not None:
+        if self._given_up is not None:
             for run in self._runs:
                 run.error = None
-            raise self._observer_error
+            raise self._given_up
         return results_of(self._runs)
 
     # -- on the loop -------------------------------------------------------------------------------
@@ -271,6 +276,8 @@ class RealtimeDriver:
         lane = task.lane
         lane.busy += task.end - task.start
         engine = self._owners[lane.index]
+        if error is None and task.verb in self._checks:
+            value, error = self._checked(task, value)
         if error is None:
             engine.finish(task, value)
         else:
@@ -282,9 +289,17 @@ class RealtimeDriver:
             self._give_up(raised)
         return self._dispatch(mine, task.end)
 
+    def _checked(self, task: Task, value: object) -> tuple[object, BaseException | None]:
+        """Return the value to keep for a task, and the error with which the run ends: one of them is None."""
+        try:
+            return self._checks[task.verb](task, value), None
+        except BaseException as wrong:
+            self._give_up(wrong)
+            return None, wrong
+
     def _give_up(self, error: BaseException) -> None:
-        """End the run with an observer's error: no observer is called any more, and no further task starts."""
-        self._observer_error = error
+        """End the run with an error of an observer or a check: no observer is called, and no task starts, any more."""
+        self._given_up = error
         self._observers.clear()
         for engine in self._engines:
             engine.halt(error)

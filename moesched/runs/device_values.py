@@ -1,13 +1,19 @@
-"""Checks what a device gives in a run: the kinds of its lanes, and the tokens that it samples."""
+"""Checks what a device gives in a run: kinds of lanes, sizes of slots, the rows of experts, and tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import index
 from typing import Any, get_args
 
-from moesched.errors import BadInput, MoeschedError
+from moesched.errors import BadInput, WrongValue
+from moesched.models.layout import Page
 from moesched.requests.beams import Standing
+from moesched.routing import ScoredTokens
 from moesched.seams import Device, LaneKind
+from moesched.steps.model_pages import describe
+from moesched.steps.plan import Plan
 from moesched.system.plain_text import shown
 from moesched.tasks import Task
 
@@ -35,8 +41,58 @@ def lane_kinds(device: Device) -> Mapping[str, LaneKind]:
     return kinds
 
 
-def require_tokens(tokens: Any, sequences: int, sample: Task, device: str, least: int) -> None:
-    """Check that the value of a `sample` task has a token for each sequence.
+def checked_slot_bytes(device: Device, page: Page) -> int:
+    """Return the bytes that a page takes in a slot of a device.
+
+    Raises:
+        BadInput: the device gives no integer, or too small a one.
+    """
+    given: object = device.slot_bytes(page)
+    size = _integer(given, page.nbytes)
+    if size is None:
+        raise BadInput(
+            f"device {type(device).__name__}: slot_bytes gives {shown(given)} for page {describe(page)}: give an int "
+            f"of at least the page's nbytes, {page.nbytes:,}"
+        )
+    return size
+
+
+def value_checks(device: Device, plan: Plan) -> dict[str, Callable[[Task, Any], Any]]:
+    """Return, by verb, functions that check and return the value that a device gives for a task."""
+    check = partial(checked_rows, type(device).__name__, plan, scored=plan.declared.scores)
+    return {"route": check, "preview_route": check}
+
+
+def checked_rows(device: str, plan: Plan, routed: Task, value: Any, *, scored: bool) -> Mapping[int, int]:
+    """Return the number of rows of each expert that has any, in ints, as a device gives it for a routing task.
+
+    Args:
+        device: name of the device's class.
+        value: what the device gives.
+        scored: whether router scores belong to the value.
+
+    Raises:
+        WrongValue: rows or scores are none.
+    """
+    experts = plan.layout.experts_of(routed.layer)
+    rows = _rows(value, experts)
+    if rows is None:
+        raise WrongValue(
+            f"device {device}: execute gives {shown(value)} for {routed.label}: give a dict with the rows of each "
+            f"expert that has any, ints of 1 or more by ints from 0 to {len(experts) - 1}"
+        )
+    if not scored:
+        return rows
+    if not isinstance(value, ScoredTokens) or len(value.scores) != len(experts):
+        raise WrongValue(
+            f"device {device}: execute gives {shown(value)} for {routed.label}: give a moesched.routing.ScoredTokens "
+            f"with the scores of all {len(experts)} experts"
+        )
+    return ScoredTokens(rows, value.scores)
+
+
+def checked_tokens(tokens: Any, sequences: int, sample: Task, device: str, least: int) -> list[int]:
+    """Return the token of each sequence, in ints, as a device gives them for a `sample` task.
 
     Args:
         tokens: the task's value.
@@ -44,17 +100,17 @@ def require_tokens(tokens: Any, sequences: int, sample: Task, device: str, least
         least: the smallest id that a device may give.
 
     Raises:
-        MoeschedError: it has not; the message names the device and its method.
+        WrongValue: there is no token for each sequence.
     """
     fault = _fault(tokens, sequences) or next(
-        (f"the token {shown(each)}" for each in tokens if not isinstance(each, int) or each < least),
-        None,
+        (f"the token {shown(each)}" for each in tokens if _integer(each, least) is None), None
     )
     if fault:
-        raise MoeschedError(
+        raise WrongValue(
             f"device {device}: execute gives {fault} for {sample.label}: give a list with the token of each "
             "sequence, an int of 0 or more"
         )
+    return [number for each in tokens if (number := _integer(each, least)) is not None]
 
 
 def require_standings(standings: Any, requests: int, sample: Task, device: str) -> None:
@@ -65,16 +121,29 @@ def require_standings(standings: Any, requests: int, sample: Task, device: str) 
         device: name of the device's class.
 
     Raises:
-        MoeschedError: it has not; the message names the device and its method.
+        WrongValue: it has not; the message names the device and its method.
     """
     fault = _fault(standings, requests) or next(
         (shown(each) for each in standings if not isinstance(each, Standing)), None
     )
     if fault:
-        raise MoeschedError(
+        raise WrongValue(
             f"device {device}: execute gives {fault} for {sample.label}: give a list with the "
             "moesched.requests.beams.Standing of each request"
         )
+
+
+def _rows(value: Any, experts: range) -> dict[int, int] | None:
+    """Return the rows of each expert that has any, in ints; None if the value is none of that."""
+    rows: dict[int, int] = {}
+    if not isinstance(value, Mapping):
+        return None
+    for given, count in value.items():
+        expert, number = _integer(given, 0), _integer(count, 1)
+        if expert is None or expert not in experts or number is None:
+            return None
+        rows[expert] = number
+    return rows
 
 
 def _fault(values: Any, count: int) -> str | None:
@@ -82,3 +151,15 @@ def _fault(values: Any, count: int) -> str | None:
     if not isinstance(values, list | tuple):
         return shown(values)
     return None if len(values) == count else f"{len(values)} values to {count} sequences"
+
+
+def _integer(value: Any, least: int) -> int | None:
+    """Return an integer of any type, such as numpy's, as an int; None if it is none, or below `least`.
+
+    An int of a derived class, such as a token with its probability, stays as it is.
+    """
+    try:
+        number = value if isinstance(value, int) else index(value)
+    except TypeError:
+        return None
+    return number if number >= least else None

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moesched.drivers.policies import scheduled
 from moesched.requests.beams import Standing
-from moesched.runs.device_values import require_standings, require_tokens
+from moesched.runs.device_values import checked_tokens, require_standings
 from moesched.seams import Policy
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
@@ -110,9 +110,7 @@ class Generation:
     async def _collect(self, samples: list[Sampled]) -> None:
         """Wait for the `sample` tasks of a step, store their tokens, and pass these to the callback."""
         for requests, sample in samples:
-            values = await sample
-            if self._device:
-                self._require(values, len(requests), sample)
+            values = self._checked(await sample, len(requests), sample)
             if sample.phase == "prefill":
                 self.first_tokens |= dict.fromkeys(requests, sample.end)
             if self._beams > 1:
@@ -133,11 +131,13 @@ class Generation:
         self.step_ends.append(max(sample.end for _, sample in samples))
         self.busy = self._busy()
 
-    def _require(self, values: object, sequences: int, sample: Task) -> None:
+    def _checked(self, values: Any, sequences: int, sample: Task) -> Any:
+        if not self._device:
+            return values
         if self._beams > 1:
             require_standings(values, sequences, sample, self._device)
-        else:
-            require_tokens(values, sequences, sample, self._device, least=0)
+            return values
+        return checked_tokens(values, sequences, sample, self._device, least=0)
 
     def _rows_apart(self, rows: int) -> bool:
         """Test whether sequences can leave a micro-batch of `rows` rows without changing the bits of its other rows.

@@ -16,7 +16,7 @@ from moesched.errors import BadInput, MoeschedError, NotFinite, TaskFailed, Tran
 from moesched.machines.networks import NETWORK
 from moesched.requests.sampling import Sampling
 from moesched.runs.assembly import assemble
-from moesched.runs.device_values import lane_kinds
+from moesched.runs.device_values import lane_kinds, value_checks
 from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
@@ -180,6 +180,7 @@ class _HardwareRun:
             kinds={NETWORK: "guest", **lane_kinds(device)},
             streams=tasks or device.streams,
             observers=observers_of(self.rank_runs, observers, recorder),
+            checks=value_checks(device, ranks[0].plan),
             clock=clock_of(device),
         )
 

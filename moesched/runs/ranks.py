@@ -14,6 +14,7 @@ from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensor_parallel import cut_checkpoint
+from moesched.runs.device_values import checked_slot_bytes
 from moesched.seams import (
     CountsReads,
     Device,
@@ -80,8 +81,12 @@ class Devices(NamedTuple):
         return sum(device.bytes_read for device in counting) if counting else None
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot on the rank that needs the most; ranks plan with equal sizes."""
-        return max(device.slot_bytes(page) for device in self.all)
+        """Return the bytes that a page takes in a slot on the rank that needs the most; ranks plan with equal sizes.
+
+        Raises:
+            BadInput: a device gives no size, or one that is too small.
+        """
+        return max(checked_slot_bytes(device, page) for device in self.all)
 
 
 def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> Process:

@@ -21,7 +21,7 @@ from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.served import ServedRouting
 from moesched.runs.decisions import rows_of_experts, simulated_decisions
-from moesched.runs.device_values import lane_kinds
+from moesched.runs.device_values import lane_kinds, value_checks
 from moesched.runs.notices import NOTICE
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.ranks import OnDevices, Rank, clock_of
@@ -171,6 +171,7 @@ def serve_on(
         kinds={NETWORK: "guest", **kinds},
         streams=device.streams,
         observers=observers_of([run], observers, recorder),
+        checks=value_checks(device, setup.plan),
         clock=clock_of(device),
     )
     with closed_at_end([run]), memory_refusals(setup.plan):
@@ -201,6 +202,7 @@ def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) 
         partial(_execute, device, {NOTICE: partial(run.main.notices.carry, transport)}),
         kinds={NETWORK: "guest", **kinds},
         streams=device.streams,
+        checks=value_checks(device, plan),
         clock=clock_of(device),
     )
     with closed_at_end([run]):

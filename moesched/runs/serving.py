@@ -17,7 +17,7 @@ from moesched.errors import BadInput
 from moesched.requests.logprobs import Logprob, ScoredToken
 from moesched.requests.next_token import NO_TOKEN
 from moesched.requests.rows import Rows
-from moesched.runs.device_values import require_tokens
+from moesched.runs.device_values import checked_tokens
 from moesched.runs.generation import Sampled, load
 from moesched.runs.notices import Notice, Notices
 from moesched.seams import Policy
@@ -281,7 +281,7 @@ class Serving:
         for requests, sample in samples:
             tokens = await sample
             if self._device and requests:
-                require_tokens(tokens, len(requests), sample, self._device, least=NO_TOKEN)
+                tokens = checked_tokens(tokens, len(requests), sample, self._device, least=NO_TOKEN)
             end = max(end, sample.end - self.loaded)
             for number, token in zip(requests, tokens if requests else (), strict=True):
                 served = self.requests.get(number)

@@ -100,7 +100,7 @@ class Device(Protocol):
         starts when all its dependencies have ended. The value of `route`, `preview_route` and `post_attention` is the
         number of rows of each expert that has any, those of the first two with router scores where the plan requests
         them (`moesched.routing.ScoredTokens`); the value of `sample` is a list with the token of each sequence that
-        ends its prompt or decodes; other verbs return None. Numbers are ints.
+        ends its prompt or decodes; other verbs return None. Numbers are ints, or numpy's.
         `run_expert` has the rows of `Task.expert_rows`; each row must get the same bits as if all rows of its
         micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its rows.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import isclose
 from pathlib import Path
 from typing import get_args
@@ -10,16 +11,17 @@ from typing import get_args
 import numpy as np
 
 from moesched import plugins
-from moesched.errors import BadInput
+from moesched.errors import BadInput, MoeschedError, WrongValue
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.requests.batch import Batch, split_batch
+from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
 from moesched.routing import ScoredTokens
+from moesched.runs.device_values import checked_rows, checked_slot_bytes
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.served_parts import ServingSetup
@@ -28,6 +30,7 @@ from moesched.seams import CountsReads, Device, GivesScores, KeepsTime, LaneKind
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
+from moesched.steps.plan import Plan
 from moesched.system.own_loop import run_on_own_loop
 from moesched.system.scratch import scratch_folder
 from moesched.tasks import Task
@@ -116,10 +119,10 @@ def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
 
 def _check_unused(device: Device) -> None:
     """Check that a device has room for its pages in slots of their size, and that it can be closed without a batch."""
-    for page in device.layout.pages:
-        size = device.slot_bytes(page)
-        assert size >= page.nbytes, f"a slot of {size} bytes does not hold page {page.id} of {page.nbytes}"
-        assert size == device.slot_bytes(page), "slot_bytes is not constant"
+    with _promised(BadInput):
+        for page in device.layout.pages:
+            size = checked_slot_bytes(device, page)
+            assert size == device.slot_bytes(page), "slot_bytes is not constant"
     run_on_own_loop(device.aclose)
 
 
@@ -149,8 +152,8 @@ def _tokens(
         before = device.bytes_read if isinstance(device, CountsReads) else 0
         policy, recorder = plugins.make_policy(name) if name else Previewing(scores=True), Recorder()
         plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
-        values = _Values(device.layout.config, batch, scored=plan.declared.scores)
-        try:
+        values = _Values(type(device).__name__, plan)
+        with _promised(WrongValue), values:
             report = run(
                 plan,
                 policy,
@@ -161,8 +164,6 @@ def _tokens(
                 observers=[values],
                 keep_open=not last,
             )
-        finally:
-            values.check()  # of a run that failed, too: a wrong value may be the reason
         found.append(report.tokens or [])
         _check_lanes(type(policy).__name__, recorder.recording())
         if isinstance(device, CountsReads):
@@ -195,62 +196,51 @@ def _served_tokens(device: Device, machine: Machine) -> list[list[int]] | None:
     return [list(serving.requests[number].tokens) for number in range(len(PROMPTS))]
 
 
-class _Values:
-    """Observer of a run that collects its tasks, and checks the values that routers, previews and sampling return.
+@contextmanager
+def _promised(refusal: type[MoeschedError]) -> Iterator[None]:
+    """Raise AssertionError where a device's value is refused in this context, by an error of the type `refusal`."""
+    try:
+        yield
+    except refusal as wrong:
+        raise AssertionError(str(wrong)) from wrong
 
-    scored: whether the policy requested router scores.
+
+class _Values:
+    """Observer of a run that collects its tasks, and at the end checks the rows and scores that routers return.
+
+    A run that failed is checked, too: a wrong value may be the reason.
+
+    device: name of the device's class.
     """
 
-    def __init__(self, config: ModelConfig, batch: Batch, *, scored: bool) -> None:
-        self._config = config
-        self._scored = scored
-        self._batch = batch
+    def __init__(self, device: str, plan: Plan) -> None:
+        self._device = device
+        self._plan = plan
         self._tasks: list[Task] = []
 
     def ended(self, task: Task) -> None:
-        """Keep a finished task for `check`."""
-        self._tasks.append(task)
+        """Keep a finished task of a router."""
+        if task.verb in ("route", "preview_route", "post_attention"):
+            self._tasks.append(task)
 
-    def check(self) -> None:
-        """Check that routers give top-k rows to each token, and that each sequence gets one token."""
-        for task in self._tasks:
-            requests = self._batch.micro_batches[task.micro_batch] if task.micro_batch >= 0 else ()
-            if task.verb in ("route", "preview_route", "post_attention"):
-                tokens = sum(
-                    1 if task.phase == "decode" else self._batch.prompts[request] for request in requests
-                )
-                assert isinstance(task.value, Mapping), (
-                    f"{task.label} gives {task.value!r}: give the number of rows of each expert that has any"
-                )
-                for number in (*task.value, *task.value.values()):
-                    assert type(number) is int, f"{task.label} gives {number!r}, which is no int"
-                assert all(0 <= expert < self._config.routed.experts for expert in task.value), (
-                    f"{task.label} names experts {[*task.value]}, and the model has {self._config.routed.experts}"
-                )
-                rows = sum(task.value.values())
-                assert rows == tokens * self._config.routed.top_k, (
-                    f"{task.label} gives {rows} rows to {tokens} tokens"
-                )
-                assert all(task.value.values()), f"{task.label} names an expert without rows"
-                if self._scored and task.verb != "post_attention":
-                    self._check_scores(task)
-            elif task.verb == "sample":
-                assert isinstance(task.value, Sequence), (
-                    f"{task.label} gives {task.value!r}: give a list of tokens"
-                )
-                assert len(task.value) == len(requests), (
-                    f"{task.label} gives {len(task.value)} tokens to {len(requests)} sequences"
-                )
-                for token in task.value:
-                    assert type(token) is int, f"{task.label} gives the token {token!r}, which is no int"
+    def __enter__(self) -> None: ...
 
-    def _check_scores(self, task: Task) -> None:
-        assert isinstance(task.value, ScoredTokens), f"{task.label} gives no scores"
-        scores = task.value.scores
-        assert len(scores) == self._config.routed.experts, f"{task.label} gives {len(scores)} scores"
-        assert min(scores) >= 0 and isclose(sum(scores), 1, abs_tol=1e-4), (
-            f"{task.label}: scores are {scores}"
-        )
+    def __exit__(self, *_: object) -> None:
+        """Check that routers give top-k rows to each token, and scores that sum to 1 where the plan requests them."""
+        batch, top_k = self._plan.batch, self._plan.layout.config.routed.top_k
+        for task in (each for each in self._tasks if each.cause is None):
+            scored = self._plan.declared.scores and task.verb != "post_attention"
+            value = checked_rows(self._device, self._plan, task, task.value, scored=scored)
+            tokens = sum(
+                1 if task.phase == "decode" else batch.prompts[request]
+                for request in batch.micro_batches[task.micro_batch]
+            )
+            rows = sum(value.values())
+            assert rows == tokens * top_k, f"{task.label} gives {rows} rows to {tokens} tokens"
+            if isinstance(value, ScoredTokens):
+                assert min(value.scores) >= 0 and isclose(sum(value.scores), 1, abs_tol=1e-4), (
+                    f"{task.label}: scores are {value.scores}"
+                )
 
 
 def _check_lanes(name: str, recording: Recording) -> None:
