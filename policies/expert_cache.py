@@ -35,6 +35,11 @@ class ExpertCache(LayerByLayer):
     latencies of the machine's cost model. Fetched experts enter the cache. If the host does not have the weights, all
     missing experts are fetched.
 
+    The kit's `LayerDecisions` would take at most 2.6 % less time for a decode step in the simulations of Mixtral and
+    Qwen3 that compared both, and longer to decide. It may also fetch experts with few tokens: to the host these cost as
+    much as others, to the accelerator less. With several micro-batches it ranks experts by the time of their kernels,
+    of which each micro-batch has one. It counts the copies of rows.
+
     Settings:
         experts: number of experts in the cache; by default as many as fit.
         popularity: a CSV file of each expert's count (layer, expert, count), to choose the first experts in the cache.

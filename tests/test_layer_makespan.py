@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from moesched.calibration.exercise import FinishedTasks
 from moesched.dispatch.expert_latencies import ExpertLatencies
+from moesched.dispatch.layer_decisions import LayerDecisions
 from moesched.dispatch.layer_makespan import FEW, ChosenExperts, LayerDecision, decide
 from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
@@ -155,6 +156,21 @@ def test_slower_side_by_side_means_a_later_end_and_fewer_fetches() -> None:
     assert end_of(together, (), (0, 1)) > 1.2 * end_of(alone, (), (0, 1))
     assert end_of(together, (), ()) == end_of(alone, (), ()), "nothing runs beside the host"
     assert decide(together).seconds > decide(alone).seconds
+
+
+def test_an_expert_costs_a_kernel_for_each_micro_batch_that_chose_it() -> None:
+    costs: Any = Costs(copy=0.0)
+    decisions = LayerDecisions(costs, on_host=True)
+    apart = decisions.divide({0: {0: 2}, 1: {1: 2}}, ())
+    together = decisions.divide({0: {0: 1, 1: 1}, 1: {0: 1, 1: 1}}, ())
+    assert apart.seconds == pytest.approx(12.0, abs=0.1)
+    assert together.seconds == pytest.approx(24.0, abs=0.1)
+
+
+def test_the_expert_with_the_most_kernels_is_fetched_before_the_one_with_the_most_tokens() -> None:
+    costs: Any = Costs(transfer=5.0, accelerator=(1.0, 0.0), copy=0.0)
+    division = LayerDecisions(costs, on_host=True).divide({0: {0: 4, 1: 2}, 1: {1: 1}}, ())
+    assert (division.fetched, division.on_host) == ([1], [0])
 
 
 # -- latencies -----------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moesched.dispatch.expert_latencies import ExpertLatencies
-from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
+from moesched.dispatch.expert_placement import Routed, users_of
 from moesched.dispatch.layer_makespan import ChosenExperts, LayerCosts, LayerDecision, decide
 
 REMEMBERED = 4096
+Parts = tuple[int, ...]
+"""The tokens of an expert in each micro-batch that chose it, ascending."""
 
 
 class Division(NamedTuple):
@@ -58,11 +60,18 @@ class LayerDecisions:
             routed: for each micro-batch, the number of its tokens that chose each expert.
             here: the layer's experts that are on the accelerator.
         """
-        size = tokens_of(routed).__getitem__
-        chosen = users_of(routed)
-        resident = sorted([expert for expert in chosen if expert in here], key=size)
-        missing = sorted([expert for expert in chosen if expert not in here], key=size, reverse=True)
-        choice = self._remembered(tuple(map(size, resident)), tuple(map(size, missing)), len(routed))
+        parts = {
+            expert: tuple(sorted([routed[j][expert] for j in users]))
+            for expert, users in users_of(routed).items()
+        }
+
+        def size(expert: int) -> tuple[float, int]:
+            return sum(map(self._latencies.at_host, parts[expert])), sum(parts[expert])
+
+        resident = sorted([expert for expert in parts if expert in here], key=size)
+        missing = sorted([expert for expert in parts if expert not in here], key=size, reverse=True)
+        of_resident, of_missing = (tuple([parts[expert] for expert in each]) for each in (resident, missing))
+        choice = self._remembered(of_resident, of_missing, len(routed))
         fetched = [missing[place] for place in choice.fetched]
         away = [resident[place] for place in choice.away]
         moved = {*fetched, *away}
@@ -75,46 +84,64 @@ class LayerDecisions:
         )
 
     def _decide(
-        self, resident: tuple[int, ...], missing: tuple[int, ...], micro_batches: int
+        self, resident: tuple[Parts, ...], missing: tuple[Parts, ...], micro_batches: int
     ) -> LayerDecision:
         costs: LayerCosts = self._latencies
         if micro_batches > 1:
             costs = _InParts(self._latencies, micro_batches)
-        layer = ChosenExperts(resident, missing, costs, resident_on_host=self._resident_on_host)
+        layer = ChosenExperts(
+            [_Tokens(parts) for parts in resident],
+            [_Tokens(parts) for parts in missing],
+            costs,
+            resident_on_host=self._resident_on_host,
+        )
         if self._on_host and (missing or self._resident_on_host):
             return decide(layer)
         seconds = layer.end(0.0, sum(layer.resident_here), layer.missing_here, 0)
         return LayerDecision((), tuple(range(len(missing))), seconds)
 
 
+class _Tokens(int):
+    """The number of an expert's tokens, which remembers the tokens of each micro-batch."""
+
+    parts: Parts
+
+    def __new__(cls, parts: Parts) -> _Tokens:
+        tokens = super().__new__(cls, sum(parts))
+        tokens.parts = parts
+        return tokens
+
+
 class _InParts:
-    """Latencies of an expert whose tokens belong to several micro-batches, in equal parts.
+    """Latencies of an expert whose tokens belong to several micro-batches.
 
-    Each micro-batch's tokens run in a kernel of their own and are copied on their own.
-
-    parts: number of micro-batches.
+    Each micro-batch's tokens run in a kernel of their own. Copies are taken to have equal parts of the rows.
     """
 
-    def __init__(self, latencies: ExpertLatencies, parts: int) -> None:
+    def __init__(self, latencies: ExpertLatencies, micro_batches: int) -> None:
         self._latencies = latencies
-        self._parts = parts
+        self._micro_batches = micro_batches
         self.transfer = latencies.transfer
 
     def at_host(self, tokens: int) -> float:
-        return self._of_all(self._latencies.at_host, tokens)
+        return self._of_parts(self._latencies.at_host, tokens)
 
     def at_accelerator(self, tokens: int) -> float:
-        return self._of_all(self._latencies.at_accelerator, tokens)
+        return self._of_parts(self._latencies.at_accelerator, tokens)
 
     def to_host(self, tokens: int) -> float:
-        return self._of_all(self._latencies.to_host, tokens)
+        return self._copied(self._latencies.to_host, tokens)
 
     def from_host(self, rows: int) -> float:
-        return self._of_all(self._latencies.from_host, rows)
+        return self._copied(self._latencies.from_host, rows)
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        return self._latencies.side_by_side(-(-tokens // self._parts))
+        return self._latencies.side_by_side(-(-tokens // self._micro_batches))
 
-    def _of_all(self, latency: Callable[[int], float], tokens: int) -> float:
-        parts = max(1, min(self._parts, tokens))
-        return parts * latency(-(-tokens // parts))
+    def _of_parts(self, latency: Callable[[int], float], tokens: int) -> float:
+        assert isinstance(tokens, _Tokens), "experts come with the tokens of each micro-batch"
+        return sum(map(latency, tokens.parts))
+
+    def _copied(self, latency: Callable[[int], float], rows: int) -> float:
+        parts = max(1, min(self._micro_batches, rows))
+        return parts * latency(-(-rows // parts))
