@@ -1,5 +1,5 @@
 /* `Engine.submit`, `Engine.issued` and `Engine.finish` of engine.py for plain tasks, which are nearly all: the same steps,
-written out, and those of stream_edges.py and `Lane.next_task` with them.
+written out, and those of edges.py, stream_edges.py and `Lane.next_task` with them.
 
 The classes stay those of tasks.py and engine.py. Their instances keep fields in slots, whose offsets are looked up once,
 as the interpreter does for its own specialised instructions. Whatever is not plain (edges by hand, keywords, a run that
@@ -13,7 +13,7 @@ halts) goes to the methods in Python, and so does what a plain task may lead to 
 #error "the fields are read without locks: free-threaded Python runs engine.py"
 #endif
 
-enum { VERSION = 2 }; /* Of the steps below; engine.py names the one that it describes. */
+enum { VERSION = 3 }; /* Of the steps below; engine.py names the one that it describes. */
 enum { WAITING, READY, RUNNING, ISSUED, DONE };
 enum { CLASS_SHIFT = 48, MOST_ARGUMENTS = 16 };
 
@@ -30,7 +30,7 @@ static struct {
     Py_ssize_t before, followers;
 } of_edges;
 static struct {
-    Py_ssize_t submitted, settled, started, awaited, refusal;
+    Py_ssize_t submitted, settled, started, awaited, failure;
 } of_engine;
 
 static PyTypeObject *Task, *Block, *Lane, *Edges;
@@ -366,7 +366,7 @@ static int enter(PyObject *engine, PyObject *task, PyObject *lane, PyObject *rea
 static PyObject *submit(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
     PyObject *task = count ? arguments[0] : NULL;
     const int plain = !names && count >= 1 && count <= 5 && PyObject_TypeCheck(task, Task)
-        && is_none(self, of_engine.refusal) && FIELD(task, of_task.lane)
+        && is_none(self, of_engine.failure) && FIELD(task, of_task.lane)
         && PyObject_TypeCheck(FIELD(task, of_task.lane), Lane)
         && (count < 4 || (PyTuple_CheckExact(arguments[3]) && !PyTuple_GET_SIZE(arguments[3])));
     if (!plain) return in_python(submit_in_python, self, arguments, count, names);
@@ -549,7 +549,7 @@ static const Slot lane_slots[] = {
 static const Slot edges_slots[] = {{"before", &of_edges.before}, {"followers", &of_edges.followers}, {NULL, NULL}};
 static const Slot engine_slots[] = {
     {"submitted", &of_engine.submitted}, {"settled", &of_engine.settled}, {"started", &of_engine.started},
-    {"awaited", &of_engine.awaited}, {"_refusal", &of_engine.refusal}, {NULL, NULL},
+    {"awaited", &of_engine.awaited}, {"failure", &of_engine.failure}, {NULL, NULL},
 };
 
 /* Look up where the instances of a class keep its slots. */

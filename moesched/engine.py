@@ -1,9 +1,7 @@
 """The engine: builds a graph of the tasks submitted in program order, and starts those that may run.
 
 It has no clock, no threads, no tensors. A driver calls `submit`, `finish`, `fail` and `cancel`, and the engine appends
-the tasks that are to start to `started`, which the driver empties. Edges come from the data (sequential task flow): a
-task waits for the last writer of each block that it reads, and for the last readers or writer of each block that it
-overwrites.
+the tasks that are to start to `started`, which the driver empties. Edges come from the data (`edges.py`).
 
 The states of a task, and the calls that move it between them (`tasks.MOVES` is the table):
 
@@ -18,7 +16,7 @@ its storage still waits for the earlier users of that storage. A failed task's `
 cancelled, and those that only have to come after it still run.
 
 `submit`, `issued` and `finish` run for every task, so they exist twice: here, and compiled in engine.c, which inlines
-`_settle`, `_release`, `_enqueue` and `_next` for plain tasks, as well as `Lane.next_task` and the edges on devices.
+`_settle`, `_release`, `_enqueue` and `_next` for plain tasks, as well as `Lane.next_task` and all edges.
 Change both together; tests run random graphs through the two.
 """
 
@@ -30,8 +28,9 @@ from heapq import heappush
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moesched.edges import follow, follow_users, follow_writers
 from moesched.errors import TaskCancelled, TaskFailed
-from moesched.stream_edges import followers_on_device, kept_on_device, leave_to_device, wait_on_host
+from moesched.stream_edges import followers_on_device, leave_to_device, wait_on_host
 from moesched.tasks import (
     CANCELLED,
     CLASS_SHIFT,
@@ -63,7 +62,7 @@ _NOWHERE = Lane("join")
 _NOWHERE.simple = False
 _NO_WORK = Work("join", "")
 
-_COMPILED_VERSION = 2
+_COMPILED_VERSION = 3
 """The version of engine.c that does what is written here."""
 
 
@@ -72,20 +71,17 @@ class PlainEngine:
 
     Args:
         lanes: the serial resources that tasks run on.
-        halt_on_failure: whether `submit` raises the failure of an earlier task, so that a policy stops at once.
     """
 
     __slots__ = (
         "_admitted",
         "_halted",
-        "_refusal",
         "_undone",
         "arrived",
         "awaited",
         "awaits",
         "cancels",
         "failure",
-        "halt_on_failure",
         "has_streams",
         "joined",
         "joins",
@@ -99,13 +95,13 @@ class PlainEngine:
         "tickets",
     )
 
-    def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
+    def __init__(self, lanes: Iterable[Lane]) -> None:
         self.lanes = tuple(lanes)
         for index, lane in enumerate(self.lanes):
             lane.index = index
         self.has_streams = any(lane.domain is not None for lane in self.lanes)
-        self.halt_on_failure = halt_on_failure
         self.failure: TaskFailed | None = None
+        """The first failure of a task; `submit` raises it, so that a policy stops at once."""
         self.started: list[Task] = []
         """Tasks that took their lane and wait for the driver to run them, oldest first."""
         self.arrived: list[Collective] = []
@@ -127,7 +123,6 @@ class PlainEngine:
         """Tasks submitted and settled so far; joins and collectives submitted."""
         self._admitted = 0
         self._halted: BaseException | None = None
-        self._refusal: BaseException | None = None
         self._undone: list[Task] = []
 
     @property
@@ -154,59 +149,32 @@ class PlainEngine:
             priority_class: on a ready-first lane, ready tasks of a lower class start first.
 
         Raises:
-            TaskFailed: an earlier task failed and the engine halts on failure.
+            TaskFailed: an earlier task failed.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if self.failure is not None:
+            raise self.failure
         task.id = number = self.submitted
         self.submitted = number + 1
         task.key = priority_class << CLASS_SHIFT | number if priority_class else number
         lane = task.lane
-        domain = lane.domain
-        deps = task.deps
-        waits = 0
-        for block in reads:
-            block.readers.append(task)
-            other = block.writer
-            if other is not None:
-                deps.append(other.id)
-                followers = other.followers
-                if followers is None:
-                    if other.state != DONE and task.cause is None:
-                        task.cause = cancelled_by(other)
-                elif domain is None or not kept_on_device(task, other, data=True):
-                    followers.append(task)
-                    waits += 1
-        task.inputs = len(deps)
-        for block in writes:
-            earlier: Sequence[Task] = block.readers
-            if earlier:
-                block.readers = []
-            elif block.writer is not None:
-                earlier = (block.writer,)
-            block.writer = task
-            for other in earlier:
-                if other is not task:
-                    deps.append(other.id)
-                    followers = other.followers
-                    if followers is not None and (domain is None or not kept_on_device(task, other)):
-                        followers.append(task)
-                        waits += 1
+        waits = follow_writers(task, reads)
+        task.inputs = len(task.deps)
+        waits += follow_users(task, writes)
         if after:
-            waits += _follow(task, after)
+            waits += follow(task, after)
         task.waits = waits
         if lane.in_order:
             lane.queue.append(task)
-        if domain is not None:
+        if lane.domain is not None:
             lane.unstarted.append(task)
         if not waits:
             self._unblock(task)
         return task
 
     def raise_failure(self) -> None:
-        """Raise the failure that the engine halts on, if there is one; `submit` does so too."""
-        if self._refusal is not None:
-            raise self._refusal
+        """Raise the first failure of a task, if there is one; `submit` does so too."""
+        if self.failure is not None:
+            raise self.failure
 
     def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
         """Submit a join, which has no lane and no duration: readers of `writes` wait for the writers of all `reads`."""
@@ -267,7 +235,6 @@ class PlainEngine:
         task.cause = failure
         if self.failure is None:
             self.failure = failure
-            self._refusal = failure if self.halt_on_failure else None
         self._settle(task, FAILED)
         self._leave(task.lane, task)
 
@@ -333,7 +300,7 @@ class PlainEngine:
         for lane in self.lanes:
             lane.over = True
             lane.unstarted.clear()
-        self.failure = self._halted = self._refusal = None
+        self.failure = self._halted = None
 
     # -- the state machine -------------------------------------------------------------------------
 
@@ -461,12 +428,3 @@ class Engine(PlainEngine):
 
     if not TYPE_CHECKING:
         submit, issued, finish = _compiled_methods()
-
-
-def _follow(task: Task, others: Sequence[Task]) -> int:
-    """Add edges from `others` to a task that needs none of their results; return the number of unsettled `others`."""
-    task.deps += [other.id for other in others]
-    unsettled = [other.followers for other in others if other.followers is not None]
-    for followers in unsettled:
-        followers.append(task)
-    return len(unsettled)

@@ -20,12 +20,12 @@ class Script:
         lanes: the lanes' names, each with `in_order`, `ready_first`, or `stream`: all streams are of one device.
     """
 
-    def __init__(self, *, halt_on_failure: bool = False, **lanes: Discipline | Literal["stream"]) -> None:
+    def __init__(self, **lanes: Discipline | Literal["stream"]) -> None:
         self.lanes = {
             name: Lane(name, domain="device") if kind == "stream" else Lane(name, kind)
             for name, kind in lanes.items()
         }
-        self.engine = CheckedEngine(self.lanes.values(), halt_on_failure=halt_on_failure)
+        self.engine = CheckedEngine(self.lanes.values())
         self.tasks: dict[str, Task] = {}
         self.blocks: dict[str, Block] = {}
 

@@ -41,6 +41,12 @@ class Bench:
         self.script.tasks[task.verb] = task
         return self.engine.submit(task, (), slots)
 
+    def fetch_in_vain(self, number: int) -> None:
+        """Move a page in that never comes, as its transfer is cancelled behind another one."""
+        self.script.submit("busy", "link")
+        self.fetch(number)
+        self.script.cancel(f"fetch ({number},)")
+
     def read(self, *numbers: int, name: str = "", lane: str = "gpu", step: int = 0) -> Task:
         """A kernel that reads pages through a view."""
         view = self.views.open.get(numbers) or self.views.show(numbers, self.engine)

@@ -50,7 +50,7 @@ class Play:
             )
             for n in range(LANES)
         ]
-        self.engine = make(self.lanes, halt_on_failure=choose.random() < 0.5)
+        self.engine = make(self.lanes)
         self.blocks = [Block(f"block {n}") for n in range(BLOCKS)]
         self.tasks: list[Task] = []
         self.calls = [self.submit] * 6 + [self.finish] * 4

@@ -135,7 +135,7 @@ WORKS = [Work(f"of {nanoseconds} ns", "gpu", nanoseconds=nanoseconds) for nanose
 @given(st.randoms(use_true_random=False))
 def test_expected_ends_are_the_real_ones_whatever_is_joined_cancelled_and_promoted(draw: Random) -> None:
     lanes = [Lane(name, draw.choice(("in_order", "ready_first"))) for name in ("gpu", "link", "host")]
-    engine = Engine(lanes, halt_on_failure=False)
+    engine = Engine(lanes)
     cost: Any = None  # the works have their times
     driver = VirtualDriver([engine], cost)
     blocks = [Block(name) for name in "abcde"]

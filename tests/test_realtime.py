@@ -31,10 +31,9 @@ class Machine:
         guests: tuple[str, ...] = (),
         discipline: Discipline = "ready_first",
         bodies: dict[str, Body] | None = None,
-        halt_on_failure: bool = True,
     ) -> None:
         self.lanes = {name: Lane(name, discipline) for name in lanes}
-        self.engine = CheckedSharedEngine(self.lanes.values(), halt_on_failure=halt_on_failure)
+        self.engine = CheckedSharedEngine(self.lanes.values())
         self.done: list[str] = []
         self.bodies = bodies or {}
         execute = self.execute_later if kind == "awaitable" else self.execute
@@ -176,7 +175,7 @@ def broken(task: Task) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_task_that_raises_comes_back_with_its_story(kind: LaneKind) -> None:
-    machine = Machine("disk", "gpu", kind=kind, bodies={"fetch": broken}, halt_on_failure=False)
+    machine = Machine("disk", "gpu", kind=kind, bodies={"fetch": broken})
     page = Block("page")
 
     async def policy() -> None:
@@ -195,7 +194,7 @@ def test_even_a_task_that_tries_to_leave_the_thread_ends_as_a_failure() -> None:
     def leaves(task: Task) -> None:
         raise SystemExit(3)
 
-    machine = Machine("gpu", bodies={"leave": leaves}, halt_on_failure=False)
+    machine = Machine("gpu", bodies={"leave": leaves})
 
     async def policy() -> None:
         await machine.submit("gpu", "leave")

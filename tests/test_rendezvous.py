@@ -184,7 +184,7 @@ def test_a_rank_that_ended_well_still_takes_part_in_what_it_submitted() -> None:
 
 
 def test_a_refused_collective_is_not_waited_for() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first", halt_on_failure=True)
+    first, second = Script(net="ready_first"), Script(net="ready_first")
     ranks = meet(first, second)
     second.submit("kernel", "net")
     second.fail("kernel")

@@ -54,7 +54,7 @@ class Clock:
 
     def __init__(self, *names: str, discipline: Discipline = "ready_first", **options: Any) -> None:
         self.lanes = {name: Lane(name, discipline) for name in names}
-        self.engine = CheckedEngine(self.lanes.values(), halt_on_failure=options.pop("halt_on_failure", True))
+        self.engine = CheckedEngine(self.lanes.values())
         self.done: list[Task] = []
         self.driver = VirtualDriver([self.engine], Seconds(), observers=[self], **options)
 
@@ -203,7 +203,7 @@ def test_awaiting_what_a_failure_cancelled_raises_the_failure() -> None:
     def fails(task: Task) -> None:
         raise ValueError("disk gone")
 
-    clock = Clock("gpu", "disk", perform={PageTransfer: fails}, halt_on_failure=False)
+    clock = Clock("gpu", "disk", perform={PageTransfer: fails})
     page = Block("page")
 
     async def policy() -> None:

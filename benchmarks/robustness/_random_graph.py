@@ -64,7 +64,7 @@ class Graph:
             for (name, kind), way in zip(run.kinds.items(), run.ways, strict=True):
                 domain = f"device {number}" if kind == "stream" else None
                 lanes.append(Lane(name, way, domain=domain, depth=choose.randint(1, 3)))
-            run.ranks.append(Rank(run, number, make(lanes, halt_on_failure=run.halts)))
+            run.ranks.append(Rank(run, number, make(lanes)))
         self._reduced: dict[int, int] = {}
 
     def run(self) -> None:

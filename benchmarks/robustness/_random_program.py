@@ -71,7 +71,6 @@ class RandomRun:
     def __init__(self, choose: Random, shape: Shape) -> None:
         self.choose = choose
         self.shape = shape
-        self.halts = shape.troubled and choose.random() < 0.4
         self.interrupts = shape.troubled and shape.real and choose.random() < 0.15
         self.interrupted = False
         self.interrupt: Callable[[], object] = lambda: None
@@ -140,11 +139,11 @@ class Rank:
             raise Trouble("the program gives up")
 
     async def wait_for(self, record: Record) -> None:
-        """Await a handle; where the engine halts on failure, half of the failures end the program."""
+        """Await a handle; half of the failures end the program."""
         try:
             self.awaited.append((record, await record.task))
         except (TaskFailed, TaskCancelled):
-            if self.run.halts and self.choose.random() < 0.5:
+            if self.choose.random() < 0.5:
                 raise
 
     # -- statements ---------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ COLLECT_AFTER = 50_000
 class SharedEngine(Engine):
     """An engine with a lock, so that a policy can submit tasks while lanes finish tasks on other threads."""
 
-    def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
-        super().__init__(lanes, halt_on_failure=halt_on_failure)
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        super().__init__(lanes)
         self.lock = threading.Lock()
         self.dispatch: Callable[..., object] = lambda *_: None
         self.policy_since = 0

@@ -79,8 +79,8 @@ class CheckedEngine(Engine):
         broken: descriptions of the rules broken so far.
     """
 
-    def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
-        super().__init__(lanes, halt_on_failure=halt_on_failure)
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        super().__init__(lanes)
         self._account = Account(self.lanes)
         self._ledger = Ledger()
         self._failed_since = False
