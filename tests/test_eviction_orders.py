@@ -116,6 +116,13 @@ def test_the_lowest_score_goes_and_scores_fade() -> None:
     assert order(rule, LAYERED[:2]) == [0, 1]
 
 
+def test_the_average_of_scores_begins_with_those_of_the_prompts() -> None:
+    rule = LowestScore(weight=0.1)
+    rule.scored(0, [0.4, 0.1])
+    rule.scored(0, [0.0, 0.5])
+    assert order(rule, LAYERED[:2]) == [1, 0]
+
+
 def test_settings_of_rules_that_cannot_be_are_refused() -> None:
     with pytest.raises(BadInput, match="half_life is 0: give 1 step or more"):
         FrequencyClasses(half_life=0)

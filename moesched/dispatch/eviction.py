@@ -250,7 +250,8 @@ class LowestScore:
     """Eviction rule: evict the page of the expert whose average router score is the lowest.
 
     The policy passes the router scores of a layer's experts to `scored`, which updates a moving average for each
-    expert. HybriMoE (Zhong et al. 2025, arXiv 2504.05897) averages only the scores of the likeliest experts of each
+    expert. It begins with the first scores, as a rule those of the prompts, so that single tokens change it little.
+    HybriMoE (Zhong et al. 2025, arXiv 2504.05897) averages only the scores of the likeliest experts of each
     token; here all experts have scores (see `Plan.request_scores`). Pages without a score, such as dense ones, are
     evicted first.
 
@@ -260,7 +261,7 @@ class LowestScore:
         BadInput: the weight is out of range.
     """
 
-    def __init__(self, weight: float = 0.3) -> None:
+    def __init__(self, weight: float = 0.1) -> None:
         if not 0 < weight <= 1:
             raise BadInput(f"weight is {weight}: give a number above 0, up to 1")
         self._weight = weight
@@ -270,7 +271,7 @@ class LowestScore:
         """Do nothing, since this rule ranks pages by score only."""
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
-        averages = self._scores.get(layer) or [0.0] * len(scores)
+        averages = self._scores.get(layer, scores)
         self._scores[layer] = [
             before + self._weight * (score - before) for before, score in zip(averages, scores, strict=True)
         ]
