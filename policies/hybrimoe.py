@@ -26,9 +26,9 @@ from moesched.steps.step import Step
 class HybriMoE(LayerByLayer):
     """Divides experts between host and accelerator, prefetches by impact, and evicts by router score.
 
-    In simulations with the default accuracy of previews, prefetches make decode up to 4 % slower, or 7 % faster: a wrong
-    one holds up the copies of the layers in between. With previews that are always right, Mixtral decodes up to 9 %
-    faster. Small experts, as those of Qwen3, gain less than the kernels of the previews take. `ahead=0` omits both.
+    In simulations with the default accuracy of previews, prefetches make decode up to 4 % slower, or 7 % faster: a
+    wrong one holds up the copies of the layers in between. With previews that are always right, Mixtral decodes up to
+    9 % faster. Small experts, as those of Qwen3, gain less than the kernels of the previews take. `ahead=0` omits both.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
