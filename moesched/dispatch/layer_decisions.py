@@ -5,17 +5,19 @@ Divisions are cached, since layers often have the same numbers of tokens per exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moesched.dispatch.expert_latencies import ExpertLatencies
-from moesched.dispatch.expert_placement import Routed, users_of
+from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
 from moesched.dispatch.layer_makespan import ChosenExperts, LayerCosts, LayerDecision, decide
 
 REMEMBERED = 4096
 Parts = tuple[int, ...]
 """The tokens of an expert in each micro-batch that chose it, ascending."""
+Load = Any
+"""The tokens of an expert: a number if there is one micro-batch, else `Parts`."""
 
 
 class Division(NamedTuple):
@@ -60,17 +62,21 @@ class LayerDecisions:
             routed: for each micro-batch, the number of its tokens that chose each expert.
             here: the layer's experts that are on the accelerator.
         """
-        parts = {
-            expert: tuple(sorted([routed[j][expert] for j in users]))
-            for expert, users in users_of(routed).items()
-        }
-
-        def size(expert: int) -> tuple[float, int]:
-            return sum(map(self._latencies.at_host, parts[expert])), sum(parts[expert])
-
-        resident = sorted([expert for expert in parts if expert in here], key=size)
-        missing = sorted([expert for expert in parts if expert not in here], key=size, reverse=True)
-        of_resident, of_missing = (tuple([parts[expert] for expert in each]) for each in (resident, missing))
+        loads: Mapping[int, Load] = tokens_of(routed)
+        sizes: Mapping[int, Any] = loads
+        if len(routed) > 1:
+            loads = {
+                expert: tuple(sorted([routed[j][expert] for j in users]))
+                for expert, users in users_of(routed).items()
+            }
+            sizes = {
+                expert: (sum(map(self._latencies.at_host, parts)), sum(parts))
+                for expert, parts in loads.items()
+            }
+        size, chosen = sizes.__getitem__, sorted(loads)
+        resident = sorted([expert for expert in chosen if expert in here], key=size)
+        missing = sorted([expert for expert in chosen if expert not in here], key=size, reverse=True)
+        of_resident, of_missing = (tuple(map(loads.__getitem__, each)) for each in (resident, missing))
         choice = self._remembered(of_resident, of_missing, len(routed))
         fetched = [missing[place] for place in choice.fetched]
         away = [resident[place] for place in choice.away]
@@ -83,18 +89,12 @@ class LayerDecisions:
             choice.seconds,
         )
 
-    def _decide(
-        self, resident: tuple[Parts, ...], missing: tuple[Parts, ...], micro_batches: int
-    ) -> LayerDecision:
+    def _decide(self, resident: Sequence[Load], missing: Sequence[Load], micro_batches: int) -> LayerDecision:
         costs: LayerCosts = self._latencies
         if micro_batches > 1:
             costs = _InParts(self._latencies, micro_batches)
-        layer = ChosenExperts(
-            [_Tokens(parts) for parts in resident],
-            [_Tokens(parts) for parts in missing],
-            costs,
-            resident_on_host=self._resident_on_host,
-        )
+            resident, missing = (list(map(_Tokens, each)) for each in (resident, missing))
+        layer = ChosenExperts(resident, missing, costs, resident_on_host=self._resident_on_host)
         if self._on_host and (missing or self._resident_on_host):
             return decide(layer)
         seconds = layer.end(0.0, sum(layer.resident_here), layer.missing_here, 0)
