@@ -97,7 +97,7 @@ class ExpertWeights(ctypes.Structure):
 
 
 class OneExpert(ctypes.Structure):
-    """The arguments in C of an expert that runs alone (`OneExpert` of experts.c)."""
+    """The arguments in C of an expert that runs alone (`OneExpert` of experts.h)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rows", "hidden", "width", "stride")),

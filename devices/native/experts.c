@@ -153,15 +153,6 @@ void project_experts(const Experts *experts, int64_t first, int64_t last) {
 
 /* ---------------------------------------------------------------- one expert */
 
-/* Arguments: x and y (rows, hidden), the rows of x `stride` numbers apart. */
-typedef struct {
-    int64_t rows, hidden, width, stride;
-    ExpertKind kind;
-    ExpertWeights weights;
-    const uint16_t *x;
-    uint16_t *y;
-} OneExpert;
-
 typedef struct {
     const OneExpert *call;
     Experts experts;

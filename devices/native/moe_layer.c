@@ -438,8 +438,9 @@ API int moesched_route(Team *team, const Layer *layer) {
 
 /* All of it. Returns 0, or -1 without memory. */
 API int moesched_moe_layer(Team *team, const Layer *layer) {
+    const int64_t width = layer->experts ? layer->width : layer->shared_width;
     Job job = {.layer = layer,
-               .experts = {.team = team, .kind = &layer->kind, .hidden = layer->hidden, .width = layer->width}};
+               .experts = {.team = team, .kind = &layer->kind, .hidden = layer->hidden, .width = width}};
     Task task = {.job = &job};
     const int64_t before = give_router(&job, NULL);
     char *memory = scratch(before + give_experts(&job, &task, NULL));
