@@ -63,6 +63,7 @@ def test_the_least_disturbed_runs_at_the_rate_of_the_calibration_are_kept() -> N
 def test_the_last_runs_are_kept_if_the_rate_does_not_come_back() -> None:
     runs = [run(1.0, (SLOW, SLOW)), run(2.0), run(3.0, (SLOW, SLOW), others=0.05), run(4.0, (SLOW, SLOW))]
     assert seconds(taken_of(runs, 3, [FAST]).kept) == [2.0, 4.0, 3.0]
+    assert seconds(taken_of([*runs, run(5.0, (SLOW, SLOW), others=0.5)], 3, [FAST]).kept) == [2.0, 4.0, 3.0]
 
 
 def test_runs_are_chosen_alike_whatever_their_figures_are() -> None:

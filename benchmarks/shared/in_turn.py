@@ -47,11 +47,13 @@ class Taken(NamedTuple):
 
 
 def taken_of(runs: Sequence[Run], wanted: int, calibration_gbs: Sequence[float]) -> Taken:
-    """The least disturbed runs at the rate of the calibration; if they are too few, the last ones at other rates."""
+    """Those with memory at the rate of the calibration are kept first, then those that others disturbed least, then the
+    last ones.
+    """
 
-    def order(number: int) -> tuple[bool, float]:
-        elsewhere = not runs[number].at_rate_of(calibration_gbs)
-        return elsewhere, -number if elsewhere else runs[number].others
+    def order(number: int) -> tuple[bool, float, int]:
+        others, elsewhere = runs[number].others, not runs[number].at_rate_of(calibration_gbs)
+        return elsewhere, max(others, MOST_OTHER_CORES), -number
 
     ordered = [runs[number] for number in sorted(range(len(runs)), key=order)]
     return Taken(ordered[:wanted], ordered[wanted:])
