@@ -14,6 +14,13 @@ from benchmarks.shared.memory_rate import at_one_rate
 FAST, SLOW = 75.0, 48.0
 
 
+class Idle:
+    """Nothing else runs."""
+
+    def cores(self) -> float:
+        return 0.0
+
+
 def run(seconds: float, rates: Sequence[float] = (FAST, FAST), others: float = 0.0) -> Run:
     return Run(others, {"seconds": seconds}, tuple(rates))
 
@@ -83,15 +90,15 @@ def test_runs_are_chosen_alike_whatever_their_figures_are() -> None:
 def test_runs_at_another_rate_are_done_again_up_to_three_times_as_many(rates: list[float], runs: int) -> None:
     """Rates before and after each run in turn; once they are used up, that of the calibration."""
     left = iter(rates)
-    in_turn = InTurn({"a": lambda: {"seconds": 1.0}}, 2, lambda: next(left, FAST))
+    in_turn = InTurn({"a": lambda: {"seconds": 1.0}}, 2, lambda: next(left, FAST), Idle)
     in_turn.calibration_gbs = [FAST]
     taken = in_turn.taken()["a"]
     assert (len(taken.kept), len(taken.kept) + len(taken.repeated)) == (2, runs)
 
 
 def test_no_rate_is_measured_where_times_do_not_depend_on_it() -> None:
-    taken = InTurn({"a": lambda: {"seconds": 1.0}}, 1, None).taken()["a"]
-    assert taken.kept[0].memory_gbs == ()
+    taken = InTurn({"a": lambda: {"seconds": 1.0}}, 1, None, Idle).taken()["a"]
+    assert ([each.memory_gbs for each in taken.kept], taken.repeated) == ([()], [])
 
 
 def test_a_figure_with_memory_at_another_rate_says_so() -> None:

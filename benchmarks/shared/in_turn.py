@@ -15,10 +15,9 @@ from benchmarks.record.benchmark import progress
 from benchmarks.shared.memory_rate import at_one_rate, memory_gbs
 from moesched.calibration.calibrate import calibrate_machine
 from moesched.calibration.other_load import OtherLoad
+from moesched.calibration.timing import MOST_OTHER_CORES, Others
 from moesched.machines import Machine
 
-MOST_OTHER_CORES = 0.1
-"""Cores that others may keep busy during a run that is not repeated."""
 MOST_TURNS = 3
 """As a multiple of the runs that are wanted: no more are made, disturbed or not."""
 
@@ -66,6 +65,7 @@ class InTurn(Generic[K]):
         measures: makes a run of each.
         repeats: how many undisturbed runs of each are wanted.
         rate: measures that of memory; None where times do not depend on it.
+        watch: begins to measure the load of others.
 
     Attributes:
         calibration_gbs: rates of memory during the calibration; none before it.
@@ -76,11 +76,12 @@ class InTurn(Generic[K]):
         measures: Mapping[K, Callable[[], Figures]],
         repeats: int,
         rate: Callable[[], float] | None = memory_gbs,
+        watch: Callable[[], Others] = OtherLoad,
     ) -> None:
         self.calibration_gbs: list[float] = []
         self._measures = measures
         self._repeats = repeats
-        self._rate = rate
+        self._rate, self._watch = rate, watch
         self._turns = 0
         self._runs: dict[K, list[Run]] = {name: [] for name in measures}
 
@@ -104,7 +105,7 @@ class InTurn(Generic[K]):
         return [] if self._rate is None else [self._rate()]
 
     def _run(self, measure: Callable[[], Figures]) -> Run:
-        before, load = self.rates(), OtherLoad()
+        before, load = self.rates(), self._watch()
         figures = measure()
         return Run(load.cores(), figures, (*before, *self.rates()))
 
