@@ -158,6 +158,17 @@ def test_a_file_that_cannot_be_imported_is_told_at_its_line(
     refused(told, rf"policy 'mine.py:Mine' cannot be loaded \(\S*mine\.py:{line}\): {said}")
 
 
+def test_a_plug_in_that_ends_the_program_while_it_is_made_is_told_at_its_line(
+    command: Any, no_text: Path, simulated: list[Any]
+) -> None:
+    methods = "    def order(self, waiting): ...\n    def entered(self, request): ...\n"
+    Path("mine.py").write_text(f"class Mine:\n    def __init__(self):\n        raise SystemExit(0)\n{methods}")
+    rule = ("--policy", "resident", "--arrivals", "poisson:1", "--admission", "mine.py:Mine")
+    said = command("simulate", "--model", no_text, "--machine", "t4", "--workload", "two.toml", *rule)
+    assert (said.code, said.out) == (1, "")
+    assert re.search(r"^moesched: \S*mine\.py:3: SystemExit: 0$", said.err, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
