@@ -72,7 +72,9 @@ def test_a_bad_line_is_named(tmp_path: Path, lines: list[str], message: str) -> 
 def test_a_file_with_a_request_beyond_the_context_is_to_be_changed_itself(tmp_path: Path) -> None:
     file = tmp_path / "arrivals.jsonl"
     file.write_text('{"at": 0, "prompt_tokens": 32768, "new_tokens": 1}')
-    with pytest.raises(BadInput, match=r"more than the context of mixtral-0.8b, 32768: shorten it in .*jsonl$"):
+    with pytest.raises(
+        BadInput, match=r"more than the context of mixtral-0.8b, 32768: shorten it in .*jsonl$"
+    ):
         moesched.simulate_arrivals(**MODEL, arrivals=file)
     with pytest.raises(BadInput, match=r"32768: lower --gen, or choose another workload$"):
         moesched.simulate_arrivals(**MODEL, arrivals="poisson:1", workload="mtbench", gen=40_000)

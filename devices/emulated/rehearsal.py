@@ -58,7 +58,7 @@ class Rehearsed(NamedTuple):
 def rehearse(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> dict[Phase, list[Rehearsed]]:
-    """Run the model's last layer, which has routed experts, on the plan's largest micro-batch, one task after the other, and measure the tasks.
+    """Run the model's last layer, which has experts, on the plan's largest micro-batch, and measure its tasks one by one.
 
     All weights are streamed: computing with resident weights is at least as fast.
 
