@@ -58,9 +58,10 @@ class Rehearsed(NamedTuple):
 def rehearse(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> dict[Phase, list[Rehearsed]]:
-    """Run the model's last layer, which has experts, on the plan's largest micro-batch, and measure its tasks one by one.
+    """Run the model's last layer on the plan's largest micro-batch, one task after the other, and measure the tasks.
 
-    All weights are streamed: computing with resident weights is at least as fast.
+    The last layer has experts; the first ones may have none. All weights are streamed: computing with
+    resident weights is at least as fast.
 
     Args:
         checkpoint, layout: the model's files, and the division of its weights into pages.
