@@ -9,8 +9,7 @@ Team *moesched_new_team(const char *instruction_set, int helpers, const int *cor
 void moesched_free_team(Team *team);
 int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outputs, const uint16_t *x, int64_t stride,
                      const Matrix *matrix, uint16_t *y);
-int moesched_expert(Team *team, int64_t rows, int64_t hidden, int64_t width, const uint16_t *x, int64_t stride,
-                    const ExpertWeights *weights, uint16_t *y);
+int moesched_expert(Team *team, const OneExpert *expert);
 
 /* A matrix in two row blocks. */
 typedef struct {
@@ -74,8 +73,10 @@ static void check_expert(Team *team, const char *set, int64_t rows, int64_t hidd
     uint16_t *gate = random_numbers(width * hidden), *up = random_numbers(width * hidden);
     uint16_t *down = random_numbers(hidden * width);
     const Halved gates = {BFLOAT16, {{gate, width}}}, ups = {BFLOAT16, {{up, width}}}, downs = {BFLOAT16, {{down, hidden}}};
-    const ExpertWeights weights = {(const Matrix *)&gates, (const Matrix *)&ups, (const Matrix *)&downs};
-    if (moesched_expert(team, rows, hidden, width, x, hidden, &weights, y)) exit(2);
+    const OneExpert expert = {
+        .rows = rows, .hidden = hidden, .width = width, .stride = hidden, .x = x, .y = y,
+        .weights = {.gate = (const Matrix *)&gates, .up = (const Matrix *)&ups, .down = (const Matrix *)&downs}};
+    if (moesched_expert(team, &expert)) exit(2);
     double *between = malloc((size_t)width * sizeof *between);
     for (int64_t m = 0; m < rows; m++) {
         for (int64_t n = 0; n < width; n++) {

@@ -11,7 +11,7 @@ import torch
 from moesched.devices.kernels.check import cpu_resources
 from moesched.devices.kernels.expert_of_products import expert_of
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.native_limited_expert import NativeLimitedExpert, NativeLimitedExpertByColumns
+from moesched.devices.kernels.native_experts import NativeExpert, NativeExpertByColumns
 from moesched.devices.kernels.seam import COLUMNS, EXPERT_MATRICES, ROWS, Case
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.linear import linear
@@ -54,7 +54,7 @@ def cut(tensor: Tensor, blocks: int, *, transposed: bool) -> list[Tensor]:
 
 def run(native: NativeKernels, layer: Layer, x_nD: Tensor, *, transposed: bool, blocks: int) -> Tensor:
     """One expert's outputs for rows x, by the kernel for matrices that are stored by rows or transposed."""
-    kind = NativeLimitedExpertByColumns if transposed else NativeLimitedExpert
+    kind = NativeExpertByColumns if transposed else NativeExpert
     kernel = kind(cpu_resources(SMALL, torch.bfloat16, native))
     case = Case("expert", len(x_nD), frozenset({COLUMNS if transposed else ROWS}), "bfloat16", "cpu", layer)
     assert not kernel.refusal(case)

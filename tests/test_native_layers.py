@@ -16,7 +16,7 @@ from moesched.devices.kernels import functions, qkv_functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.native_limited_expert import NativeLimitedExpertByColumns
+from moesched.devices.kernels.native_experts import NativeExpertByColumns
 from moesched.devices.kernels.native_products import NativeColumns
 from moesched.devices.kernels.native_rows import NATIVE
 from moesched.devices.kernels.samples import MAKERS, coded_block
@@ -37,7 +37,8 @@ from moesched.devices.torch.expert_rows import ExpertRows
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.footprint import KEPT_ROWS
-from moesched.models.networks import Router
+from moesched.models.layers import Layer
+from moesched.models.networks import Activation, Router
 from moesched.models.stored_formats import CODED, STORED_FORMATS
 from small_models import SMALL
 
@@ -46,6 +47,21 @@ Tensor = torch.Tensor
 PLAIN = SMALL.varied(
     hidden=96, intermediate=72, heads=4, kv_heads=2, head_dim=24, experts=6, top_k=2, vocabulary=101
 )
+
+
+def limited(*, biases: bool = True, alternating: bool = False, transposed_down: bool = False) -> ModelConfig:
+    """A model like gpt-oss: experts with a limited activation, and a bias behind attention."""
+    network = replace(
+        PLAIN.routed,
+        biases=biases,
+        alternating=alternating,
+        transposed_down=transposed_down,
+        activation=Activation(alpha=1.7, limit=0.5),
+    )
+    layer = Layer(attention=replace(PLAIN.attention, biases="o"), feed_forward=network)
+    return replace(PLAIN, pattern=(layer,))
+
+
 MODELS = {
     "Mixtral": PLAIN,
     "norms of heads": PLAIN.varied(qk_norm="head"),
@@ -55,6 +71,9 @@ MODELS = {
     "one expert": PLAIN.varied(experts=1, top_k=1),
     "experts and a wider network of every token": PLAIN.varied(shared=120, shared_scale=0.5),
     "a narrow network of every token alone": PLAIN.varied(experts=0, top_k=0, shared=40),
+    "limited activations": limited(biases=False),
+    "limited activations, biases, gate and up one matrix": limited(alternating=True),
+    "limited activations, transposed matrices": limited(alternating=True, transposed_down=True),
 }
 
 
@@ -80,26 +99,27 @@ def weights_of(config: ModelConfig) -> Weights:
         "lm_head": (config.vocabulary, config.hidden),
         **config.routed.shapes(config.hidden),
     }
-    for expert in range(config.routed.experts):
-        for part in ("gate", "up"):
-            shapes[f"experts.{expert}.{part}"] = (config.routed.intermediate, config.hidden)
-        shapes[f"experts.{expert}.down"] = (config.hidden, config.routed.intermediate)
+    if "o" in attention.biases:
+        shapes["o_bias"] = (config.hidden,)
     shapes["final_norm"] = (config.hidden,)
+    for expert in range(config.routed.experts):
+        for part, shape in config.routed.expert_shapes(config.hidden).items():
+            shapes[f"experts.{expert}.{part}"] = shape
+    transposed = config.routed.transposed_down
     return Weights(
         {
-            name: _blocks(random(*shape, seed=seed, scale=0.2))
+            name: _blocks(random(*shape, seed=seed, scale=0.2), transposed and name.startswith("experts"))
             for seed, (name, shape) in enumerate(shapes.items())
         },
         config.layer(0),
     )
 
 
-def _blocks(tensor: Tensor) -> list[Tensor]:
-    return (
-        [tensor]
-        if tensor.dim() == 1 or len(tensor) < 2
-        else [each.clone() for each in tensor.tensor_split([len(tensor) // 3])]
-    )
+def _blocks(tensor: Tensor, transposed: bool) -> list[Tensor]:
+    if tensor.dim() == 1 or len(tensor) < 2:
+        return [tensor]
+    blocks = [each.clone() for each in tensor.tensor_split([len(tensor) // 3])]
+    return [block.T for block in blocks] if transposed else blocks
 
 
 def inputs(kernels: Binder, hidden_TD: Tensor, weights: Weights, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -146,7 +166,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
-BY_COLUMNS = (NativeColumns, NativeLimitedExpertByColumns)
+BY_COLUMNS = (NativeColumns, NativeExpertByColumns)
 CHECKED, ON_TORCH = (
     [kind for kind in kinds if kind.operation in MAKERS and kind not in BY_COLUMNS]
     for kinds in (NATIVE, TORCH_KERNELS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from benchmarks.peers.comparison import equal_tokens, ratios
 from benchmarks.peers.environment import Peer
 from benchmarks.peers.memory_cap import VERSION_1, VERSION_2, MemoryCap
 from benchmarks.peers.protocol import Worker
-from benchmarks.peers.rounds import Field, Results, turned
+from benchmarks.peers.rounds import Field, Results, turned, undisturbed
 from benchmarks.record.results import ROOT
 from benchmarks.shared.limits import limit_of, measured_flops, read_limit
 
@@ -34,7 +35,8 @@ def start(peer: Peer, *arguments: str) -> Worker:
 
 @pytest.fixture
 def field() -> Iterator[Field]:
-    with Field([FAKE], patience=0, start=start) as opened:
+    rates = count(50)
+    with Field([FAKE], patience=0, start=start, rate=lambda: next(rates)) as opened:
         yield opened
 
 
@@ -51,6 +53,12 @@ def test_whoever_fails_leaves_a_reason_and_the_others_go_on(field: Field) -> Non
         "fake, hang": "no answer within 3 s",
         "fake, end": "ended with 1: out of memory",
     }
+
+
+def test_an_answer_has_the_rates_of_memory_before_and_after_it(field: Field) -> None:
+    answering, *_ = field.contestants()
+    rates = [field.ask(answering, {"number": number})["memory_gbs"] for number in range(2)]
+    assert rates == [[50, 51], [52, 53]]
 
 
 def test_a_peer_that_does_not_load_is_left_out_with_the_reason() -> None:
@@ -96,24 +104,53 @@ def test_limits_are_measured_for_each_instruction_set_of_the_kernels(variant: st
         measured_flops(1, "avx3")
 
 
-def test_ratios_are_of_the_best_settings_in_the_rounds_that_nobody_disturbed() -> None:
-    def row(peer: str, seconds: list[float], others: list[float]) -> dict[str, object]:
-        return {
-            "peer": peer,
-            "seconds": seconds,
-            "other_cores": others,
-            "tokens_per_second": {"median": 1 / seconds[0]},
-        }
+def row(peer: str, seconds: list[float], others: list[float], memory: list[float]) -> dict[str, object]:
+    return {
+        "peer": peer,
+        "seconds": seconds,
+        "other_cores": others,
+        "memory_gbs": [[rate, rate] for rate in memory],
+        "tokens_per_second": {"median": 1 / seconds[0]},
+    }
 
+
+def test_ratios_are_of_the_best_settings_in_the_rounds_that_nobody_disturbed() -> None:
+    steady = [75.0, 75.0, 75.0]
     rows = {
-        "ours": row("ours", [1.0, 9.0, 2.0], [0.0, 1.5, 0.0]),
-        "theirs, slow": row("theirs", [8.0, 8.0, 8.0], [0.0, 0.0, 0.0]),
-        "theirs, fast": row("theirs", [2.0, 2.0, 3.0], [0.0, 0.0, 0.05]),
+        "ours": row("ours", [1.0, 9.0, 2.0], [0.0, 1.5, 0.0], steady),
+        "theirs, slow": row("theirs", [8.0, 8.0, 8.0], [0.0, 0.0, 0.0], steady),
+        "theirs, fast": row("theirs", [2.0, 2.0, 3.0], [0.0, 0.0, 0.05], steady),
     }
-    found = ratios({"decode": {"contestants": rows}}, "ours")
-    assert found == {
-        "decode": {"theirs": {"median": 1.75, "least": 1.5, "most": 2.0, "undisturbed_rounds": 2}}
+    assert ratios({"decode": {"contestants": rows}}, "ours")["decode"]["theirs"] == {
+        "median": 1.75,
+        "least": 1.5,
+        "most": 2.0,
+        "undisturbed_rounds": 2,
+        "steady_rounds": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "median", "steady"),
+    [([75.0, 48.0, 48.0, 50.0], 2.0, 3), ([75.0, 48.0, 75.0, 50.0], 4.5, 2)],
+)
+def test_ratios_leave_out_rounds_in_which_memory_changed_its_rate_if_three_remain(
+    theirs: list[float], median: float, steady: int
+) -> None:
+    """Rates of the two are compared in each round, not those of several rounds."""
+    ours = [75.0, 75.0, 48.0, 48.0]
+    rows = {
+        "ours": row("ours", [1.0, 1.0, 1.0, 1.0], [0.0] * 4, ours),
+        "theirs": row("theirs", [2.0, 9.0, 7.0, 1.0], [0.0] * 4, theirs),
+    }
+    found = ratios({"decode": {"contestants": rows}}, "ours")["decode"]["theirs"]
+    assert (found["median"], found["steady_rounds"], found["undisturbed_rounds"]) == (median, steady, 4)
+
+
+def test_rounds_that_others_disturbed_stay_left_out_whatever_memory_does() -> None:
+    answers = [{"other_cores": 0.5, "memory_gbs": [75.0, 75.0]}] * 3
+    assert undisturbed([*answers, {"other_cores": 0.0, "memory_gbs": [75.0, 48.0]}]) == [3]
+    assert undisturbed([{"other_cores": 0.0}] * 4) == [0, 1, 2, 3]
 
 
 def test_tokens_count_as_equal_until_the_first_difference() -> None:

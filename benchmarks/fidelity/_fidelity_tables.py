@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median_low
 from typing import Any
 
 from benchmarks.fidelity._ranking import MEASURES, ranks
@@ -21,21 +22,30 @@ def claims(result: Result) -> Iterator[Claim]:
     yield at_most("replay of a real run against its time, worst policy", max(errors), 1.0, "{:.2f} %")
     told = [each for one in settings.values() for each in one["policies"] if "inside" in each]
     if told:
-        near = sum(abs(each["error_percent"]["decode"]) <= DECODE_BAR for each in told)
-        yield all_of("unseen runs whose decode time is predicted within 10 %", near, len(told))
-        inside = sum(each["inside"] for each in told)
-        yield all_of("unseen runs whose decode time is inside its band", inside, len(told))
-        lanes = sum(abs(worst_lane(each)[1]) <= LANE_BAR for each in told)
-        yield all_of("unseen runs whose lanes are all within 15 %", lanes, len(told))
+        near = [abs(each["error_percent"]["decode"]) <= DECODE_BAR for each in told]
+        yield _all("unseen runs whose decode time is predicted within 10 %", near, told)
+        inside = [each["inside"] for each in told]
+        yield _all("unseen runs whose decode time is inside its band", inside, told)
+        lanes = [abs(worst_lane(each)[1]) <= LANE_BAR for each in told]
+        yield _all("unseen runs whose lanes are all within 15 %", lanes, told)
     for names, words in ((CODED, "by coded weights"), (PUBLISHED, "of families at published widths")):
         if found := [each for name in names if name in settings for each in settings[name]["policies"]]:
-            near = sum(abs(each["error_percent"]["decode"]) <= OBSERVED_BAR for each in found)
-            yield all_of(f"runs {words} whose decode time is predicted within 15 %", near, len(found))
+            near = [abs(each["error_percent"]["decode"]) <= OBSERVED_BAR for each in found]
+            yield _all(f"runs {words} whose decode time is predicted within 15 %", near, found)
     for place, words in (("disk", "real disk"), ("emulated", "emulated, durations from the cost model")):
         if there := [
             one["ranking"] for name, one in settings.items() if name.startswith(place) and "ranking" in one
         ]:
             yield from _order(words, there)
+
+
+def _all(words: str, holds: Sequence[bool], policies: Sequence[Mapping[str, Any]]) -> Claim:
+    """A count that is to be all; says how many are of runs with memory at another rate than at calibration."""
+    claim = all_of(words, sum(holds), len(holds))
+    elsewhere = sum(each.get("kept_at_another_rate", 0) > 0 for each in policies)
+    if not elsewhere:
+        return claim
+    return claim._replace(figure=f"{claim.figure} ({elsewhere} with memory at another rate)")
 
 
 def _order(words: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Claim]:
@@ -67,6 +77,7 @@ SETTING = {
     "new tokens": "{new_tokens}",
     "left out": "{left out}",
 }
+MEMORY = {"memory at calibration, GB/s": "{rate}", "runs at that rate": "{runs at that rate}"}
 PREDICTION = {
     "setting": "{setting}",
     "policy": "{policy}",
@@ -75,6 +86,7 @@ PREDICTION = {
     "error": "{error_percent[decode]:+.1f} %",
     "inside its band": "{band}",
     "lane that is off the most": "{worst}",
+    **MEMORY,
 }
 OBSERVED_PREDICTION = {
     "model": "{model}",
@@ -82,6 +94,7 @@ OBSERVED_PREDICTION = {
     "decode measured, s": "{measured[decode]:.3f}",
     "predicted, s": "{predicted[decode]:.3f}",
     "error": "{error_percent[decode]:+.1f} %",
+    **MEMORY,
 }
 
 
@@ -91,7 +104,12 @@ def tables(result: Result) -> dict[str, str]:
     named = [{**each, "setting": name} for name, each in settings.items() if name not in (*CODED, *PUBLISHED)]
     policies = [{**each, "setting": one["setting"]} for one in named for each in one["policies"]]
     told = [
-        {**each, "band": shown(each["inside"]), "worst": "{} {:+.1f} %".format(*worst_lane(each))}
+        {
+            **each,
+            "band": shown(each["inside"]),
+            "worst": "{} {:+.1f} %".format(*worst_lane(each)),
+            **memory(settings[each["setting"]], each),
+        }
         for each in policies
         if "inside" in each
     ]
@@ -111,5 +129,20 @@ def tables(result: Result) -> dict[str, str]:
 def _observed(settings: Mapping[str, Any], names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The predictions of those settings that were measured, with the weights or the name of the model."""
     for name in names:
-        model = SETTINGS[name].weights or SETTINGS[name].published
-        yield from ({**each, "model": model} for each in settings.get(name, {"policies": ()})["policies"])
+        model, setting = SETTINGS[name].weights or SETTINGS[name].published, settings.get(name, {})
+        for each in setting.get("policies", ()):
+            yield {**each, "model": model, **memory(setting, each)}
+
+
+def memory(setting: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, str]:
+    """Cells of the rate of memory, and of the runs that were kept and repeated for it."""
+    rates = setting.get("calibration_memory_gbs")
+    if not rates:
+        return {"rate": "not recorded", "runs at that rate": ""}
+    kept, elsewhere, repeated = (policy[key] for key in ("kept", "kept_at_another_rate", "repeated"))
+    count = f"{kept - elsewhere} of {kept}"
+    again = f", {repeated} repeated" if repeated else ""
+    return {
+        "rate": f"{median_low(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})",
+        "runs at that rate": f"**{count}**{again}" if elsewhere else f"{count}{again}",
+    }

@@ -1,13 +1,20 @@
 """Trust in the simulator: replays of real runs, predictions of them, and the order of policies.
 
 A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs several
-times, in turn with the others, and is simulated. Runs during which other processes took more than a tenth of a core are
-done again, up to twice as many. Settings `disk-...` run on this machine, weights coming from its disk; the simulation
-uses a calibration made in turn with the runs, since a shared machine's speed drifts by more than a prediction may be
-off. It sees neither models nor policies nor budgets. With coded weights, and for families at published widths, the
-simulation takes the choices of experts from a run: single sequences of a random model choose the same ones again and
-again. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates; their durations are those of the
-cost model that the simulation uses: they test schedules, not costs.
+times, in turn with the others, and is simulated. Settings `disk-...` run on this machine, weights coming from its disk;
+the simulation uses a calibration made in turn with the runs, since a shared machine's speed drifts by more than a
+prediction may be off. It sees neither models nor policies nor budgets. With coded weights, and for families at
+published widths, the simulation takes the choices of experts from a run: single sequences of a random model choose the
+same ones again and again. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates; their
+durations are those of the cost model that the simulation uses: they test schedules, not costs.
+
+Runs during which other processes took more than a tenth of a core are done again, up to three times as many in all. So
+are runs of settings `disk-...` with memory at another rate than at calibration, as others on a shared host slow it down
+by the minute, and errors would be the host's. All cores read memory for a moment before and after each run, and between
+the steps of the calibration; a run is done again if its two rates and the middle one of the calibration differ by more
+than a tenth. If the rate does not come back, the last ones of the runs that others disturbed least are kept, and their
+figures say so. No run is chosen by its result: only the load of others and the rate of memory decide. The result file
+has all runs, also the repeated ones.
 
 Three things come of it:
 
@@ -38,7 +45,8 @@ from benchmarks.fidelity._ranking import MEASURES, Times, distinct, ranking
 from benchmarks.fidelity._runs import LANE, Bench
 from benchmarks.fidelity._settings import SETTINGS, Case
 from benchmarks.record.benchmark import Benchmark, track
-from benchmarks.shared.in_turn import InTurn, Run, calibrate_in_turn
+from benchmarks.shared.in_turn import InTurn, Taken, calibrate_in_turn
+from benchmarks.shared.memory_rate import memory_gbs
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.system.cache import cache_folder
@@ -60,17 +68,21 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         fit = [name for name in cases if name not in left_out]
         if not bench.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(cases[fit[0]])
-        in_turn = InTurn({name: partial(bench.measure, cases[name]) for name in fit}, repeats)
+        measures = {name: partial(bench.measure, cases[name]) for name in fit}
+        in_turn = InTurn(measures, repeats, None if bench.emulated else memory_gbs)
         machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
-        taken = in_turn.up_to(2 * repeats)
-        policies = [policy_result(name, taken[name], bench.predict(cases[name], machine)) for name in fit]
-    runs = [each for done in taken.values() for each in done]
+        taken, rates = in_turn.taken(), in_turn.calibration_gbs
+        policies = [
+            policy_result(name, taken[name], bench.predict(cases[name], machine), rates) for name in fit
+        ]
+    runs = [each for done in taken.values() for each in done.kept]
     return {
         **described(bench),
         "repeats": repeats,
         "most_other_cores": round(max(each.others for each in runs), 2),
         "wall_seconds": round(sum(each.figures["wall"] for each in runs), 1),
         "left_out": left_out,
+        "calibration_memory_gbs": rates,
         "policies": [{key: each[key] for key in each if key != "runs"} for each in policies],
         **({} if bench.setting.observed else {"ranking": rankings(policies)}),
     }
@@ -131,8 +143,11 @@ def described(bench: Bench) -> dict[str, Any]:
     }
 
 
-def policy_result(name: str, runs: Sequence[Run], predicted: Mapping[str, float]) -> dict[str, Any]:
+def policy_result(
+    name: str, taken: Taken, predicted: Mapping[str, float], calibration_gbs: Sequence[float]
+) -> dict[str, Any]:
     """A policy's runs, its prediction and its replays."""
+    runs = taken.kept
     found = {key: [each.figures[key] for each in runs] for key in runs[0].figures}
     replay, bare = (
         round(
@@ -149,6 +164,10 @@ def policy_result(name: str, runs: Sequence[Run], predicted: Mapping[str, float]
         "predicted": {each: side.predicted for each, side in sides.items()},
         "error_percent": {each: percent(side.predicted, side.median) for each, side in sides.items()},
         "runs": {each: list(side.measured) for each, side in sides.items()},
+        "kept": len(runs),
+        "kept_at_another_rate": sum(not run.at_rate_of(calibration_gbs) for run in runs),
+        "repeated": len(taken.repeated),
+        "every_run": every_run(taken),
         "replay_error_percent": replay,
         "bare_replay_error_percent": bare,
     }
@@ -160,6 +179,17 @@ def policy_result(name: str, runs: Sequence[Run], predicted: Mapping[str, float]
             if key.startswith(LANE) and key in predicted
         }
     return result
+
+
+def every_run(taken: Taken) -> dict[str, list[Any]]:
+    """All runs, a list for each figure: those that were kept come first."""
+    runs = [*taken.kept, *taken.repeated]
+    return {
+        "decode": [run.figures["decode"] for run in runs],
+        "other_cores": [round(run.others, 2) for run in runs],
+        "memory_gbs_before": [rate for run in runs for rate in run.memory_gbs[:1]],
+        "memory_gbs_after": [rate for run in runs for rate in run.memory_gbs[1:]],
+    }
 
 
 def percent(value: float, of: float) -> float:

@@ -2,7 +2,8 @@
 
 A random mixtral-0.8b is written to the cache folder in bfloat16, and from it a GGUF file in each format, which ours and
 llama.cpp read. Each program is a process that stays; in every round each request is run by all of them in turn. Ratios
-are medians over the rounds in which nothing else ran, or over all where there was none.
+are medians over the rounds in which nothing else ran, or over all where there was none; of these, rounds in which the
+rate of memory changed by more than a tenth between the two that are compared do not count if three others remain.
 
 The part `disk` has ours alone, with 40 % of the bytes of a Q4_K_M file as memory for weights, reading past the page
 cache: a decode step over the time in which the disk gives the bytes that it reads.
@@ -106,6 +107,7 @@ def figures(case: Case, results: Results, contestants: Sequence[Contestant]) -> 
                 "peer": contestant.peer,
                 "seconds": [seconds_of(phase, answer) for answer in answers],
                 "other_cores": [answer["other_cores"] for answer in answers],
+                "memory_gbs": [answer["memory_gbs"] for answer in answers],
             }
             for contestant, answers in answered
         }

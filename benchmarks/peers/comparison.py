@@ -20,6 +20,7 @@ from benchmarks.peers.rounds import (
     wait_for_quiet,
 )
 from benchmarks.shared.limits import Buffer, limit_of, measured_flops, read_limit
+from benchmarks.shared.memory_rate import at_one_rate
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.tensor_shapes import elements
 from moesched.models.tensors import count_active_weights, count_weights, global_shapes
@@ -179,6 +180,7 @@ def phase_figures(
                 "fraction_of_limit": median(limits[n].fraction(work.nbytes, seconds[n]) for n in kept),
                 "seconds": seconds,
                 "other_cores": [answer["other_cores"] for answer in answers],
+                "memory_gbs": [answer["memory_gbs"] for answer in answers],
                 "disk_bytes": [answer["disk_bytes"] for answer in answers],
             }
     return {
@@ -229,10 +231,19 @@ def ratios(case: dict[str, Any], ours: str) -> dict[str, dict[str, dict[str, flo
 
 
 def ratio(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """Rates over rates, round by round; and the number of rounds in which nothing else ran."""
-    worse = [
-        {"other_cores": max(each)} for each in zip(mine["other_cores"], theirs["other_cores"], strict=True)
+    """Rates over rates, round by round.
+
+    `undisturbed_rounds` are those in which nothing else ran; `steady_rounds` those of the rounds that count in which
+    memory had one rate for both.
+    """
+    columns = [row[key] for key in ("other_cores", "memory_gbs") for row in (mine, theirs)]
+    both = [
+        {"other_cores": max(mine, theirs), "memory_gbs": [*before, *after]}
+        for mine, theirs, before, after in zip(*columns, strict=True)
     ]
-    kept = undisturbed(worse)
-    quiet = sum(each["other_cores"] < QUIET_CORES for each in worse)
-    return {**spread([theirs["seconds"][n] / mine["seconds"][n] for n in kept]), "undisturbed_rounds": quiet}
+    kept = undisturbed(both)
+    return {
+        **spread([theirs["seconds"][n] / mine["seconds"][n] for n in kept]),
+        "undisturbed_rounds": sum(each["other_cores"] < QUIET_CORES for each in both),
+        "steady_rounds": sum(at_one_rate(both[n]["memory_gbs"]) for n in kept),
+    }

@@ -4,7 +4,8 @@ A random model of each family is written to the cache folder in bfloat16, with t
 per token. It has two layers, one of each kind where there are two; few enough experts that the weights fit into memory
 twice; and a vocabulary of 32,768, so that the LM head does not hide the layers. Each program is a process that stays;
 in every round each request is run by both in turn. Ratios are medians over the rounds in which nothing else ran, or
-over all where there was none. Limits are those of benchmarks/shared/limits.py.
+over all where there was none; of these, rounds in which the rate of memory changed by more than a tenth between the two
+that are compared do not count if three others remain. Limits are those of benchmarks/shared/limits.py.
 """
 
 from __future__ import annotations

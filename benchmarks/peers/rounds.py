@@ -12,11 +12,14 @@ from typing import NamedTuple
 
 from benchmarks.peers.environment import Peer
 from benchmarks.peers.protocol import Message, PeerFailed, Worker
+from benchmarks.shared.memory_rate import at_one_rate, memory_gbs
 from moesched.calibration.other_load import OtherLoad
 
 QUIET_CORES = 0.1
 QUIET_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0
+LEAST_STEADY = 3
+"""Rounds with memory at one rate that are enough to leave the others out."""
 
 
 class Contestant(NamedTuple):
@@ -39,6 +42,7 @@ class Field:
         arguments: of each process: the model's folder.
         patience: seconds to wait, at most, for a moment in which nothing else runs here, before each request.
         start: of a peer's process.
+        rate: measures that of memory.
 
     Attributes:
         about: by peer: its versions, or why it does not run.
@@ -51,11 +55,13 @@ class Field:
         *arguments: str,
         patience: float = PATIENCE_SECONDS,
         start: Callable[..., Worker] = Peer.start,
+        rate: Callable[[], float] = memory_gbs,
     ) -> None:
         self.about: dict[str, Message] = {}
         self._peers = {peer.name: peer for peer in peers}
         self._arguments = arguments
         self._start = start
+        self._rate = rate
         self.patience = patience
         self._workers: dict[str, Worker] = {}
         for name in self._peers:
@@ -81,13 +87,14 @@ class Field:
         ]
 
     def ask(self, contestant: Contestant, request: Message) -> Message:
-        """The answer, with the cores that others kept busy meanwhile, and the bytes that it read from the disk.
+        """The answer, with the load of others and the bytes read from the disk meanwhile, and memory's rates around it.
 
         Raises:
             PeerFailed: it failed; if its process ended, the next request starts it again.
         """
         worker = self._worker(contestant.peer)
         wait_for_quiet(self.patience)
+        rate = self._rate()
         load, before, started = OtherLoad(), used_seconds(worker), perf_counter()
         read_before = disk_bytes(worker)
         try:
@@ -99,7 +106,8 @@ class Field:
             raise
         own = (used_seconds(worker) - before) / (perf_counter() - started)
         others = round(max(0.0, load.cores() - own), 2)
-        return {**answer, "other_cores": others, "disk_bytes": disk_bytes(worker) - read_before}
+        read = disk_bytes(worker) - read_before
+        return {**answer, "other_cores": others, "disk_bytes": read, "memory_gbs": [rate, self._rate()]}
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
@@ -145,9 +153,14 @@ def wait_for_quiet(patience: float = PATIENCE_SECONDS) -> None:
 
 
 def undisturbed(answers: Sequence[Message]) -> list[int]:
-    """The rounds in which nothing else ran here; all of them if there was none."""
+    """The rounds in which nothing else ran here, or all if there was none.
+
+    Of these only those in which memory kept its rate, if they are enough.
+    """
     quiet = [number for number, each in enumerate(answers) if each["other_cores"] < QUIET_CORES]
-    return quiet or list(range(len(answers)))
+    kept = quiet or list(range(len(answers)))
+    steady = [number for number in kept if at_one_rate(answers[number].get("memory_gbs", ()))]
+    return steady if len(steady) >= LEAST_STEADY else kept
 
 
 def turned(contestants: Sequence[Contestant], number: int) -> list[Contestant]:

@@ -1,27 +1,61 @@
-"""Runs of several things in turn, with each other and with calibration; disturbed ones are done again."""
+"""Runs of several things in turn, with each other and with calibration; disturbed ones are done again.
+
+A run is disturbed if other processes took more than a tenth of a core, or if the rate of memory before it, after it and
+at calibration differed by more than a tenth. Only these decide which runs are kept and which are repeated, never a
+run's figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from statistics import median_low
 from typing import Generic, NamedTuple, TypeVar
 
 from benchmarks.record.benchmark import progress
+from benchmarks.shared.memory_rate import at_one_rate, memory_gbs
 from moesched.calibration.calibrate import calibrate_machine
 from moesched.calibration.other_load import OtherLoad
+from moesched.calibration.timing import MOST_OTHER_CORES, Others
 from moesched.machines import Machine
 
-MOST_OTHER_CORES = 0.1
-"""Cores that others may keep busy during a run that is not repeated."""
+MOST_TURNS = 3
+"""As a multiple of the runs that are wanted: no more are made, disturbed or not."""
 
 K = TypeVar("K", bound=Hashable)
 Figures = dict[str, float]
 
 
 class Run(NamedTuple):
-    """Figures of a run, and the cores that others kept busy meanwhile."""
+    """Figures of a run, the cores that others kept busy meanwhile, and the rates of memory before and after, if any."""
 
     others: float
     figures: Figures
+    memory_gbs: tuple[float, ...] = ()
+
+    def at_rate_of(self, calibration_gbs: Sequence[float]) -> bool:
+        """Test whether memory had one rate before and after, that of the calibration if there was one."""
+        middle = [median_low(calibration_gbs)] if calibration_gbs else []
+        return at_one_rate([*self.memory_gbs, *middle])
+
+
+class Taken(NamedTuple):
+    """Runs of one thing: those whose figures count, and those in whose place others were made."""
+
+    kept: list[Run]
+    repeated: list[Run]
+
+
+def taken_of(runs: Sequence[Run], wanted: int, calibration_gbs: Sequence[float]) -> Taken:
+    """Those with memory at the rate of the calibration are kept first, then those that others disturbed least, then the
+    last ones.
+    """
+
+    def order(number: int) -> tuple[bool, float, int]:
+        others, elsewhere = runs[number].others, not runs[number].at_rate_of(calibration_gbs)
+        return elsewhere, max(others, MOST_OTHER_CORES), -number
+
+    ordered = [runs[number] for number in sorted(range(len(runs)), key=order)]
+    return Taken(ordered[:wanted], ordered[wanted:])
 
 
 class InTurn(Generic[K]):
@@ -30,15 +64,24 @@ class InTurn(Generic[K]):
     Args:
         measures: makes a run of each.
         repeats: how many undisturbed runs of each are wanted.
+        rate: measures that of memory; None where times do not depend on it.
+        watch: begins to measure the load of others.
+
+    Attributes:
+        calibration_gbs: rates of memory during the calibration; none before it.
     """
 
     def __init__(
         self,
         measures: Mapping[K, Callable[[], Figures]],
         repeats: int,
+        rate: Callable[[], float] | None = memory_gbs,
+        watch: Callable[[], Others] = OtherLoad,
     ) -> None:
+        self.calibration_gbs: list[float] = []
         self._measures = measures
         self._repeats = repeats
+        self._rate, self._watch = rate, watch
         self._turns = 0
         self._runs: dict[K, list[Run]] = {name: [] for name in measures}
 
@@ -46,31 +89,43 @@ class InTurn(Generic[K]):
         """Run each that has not had as many undisturbed runs as turns, or as are wanted."""
         self._turns += 1
         for name, measure in self._measures.items():
-            undisturbed = sum(run.others <= MOST_OTHER_CORES for run in self._runs[name])
-            if undisturbed < min(self._turns, self._repeats):
-                load = OtherLoad()
-                figures = measure()
-                self._runs[name].append(Run(load.cores(), figures))
+            if sum(map(self._undisturbed, self._runs[name])) < min(self._turns, self._repeats):
+                self._runs[name].append(self._run(measure))
 
-    def up_to(self, most: int) -> dict[K, list[Run]]:
-        """All wanted undisturbed runs of each, as far as `most` turns give them; the least disturbed come first."""
-        while self._turns < most:
+    def taken(self) -> dict[K, Taken]:
+        """All wanted undisturbed runs of each, as far as the turns that are left give them."""
+        while self._turns < MOST_TURNS * self._repeats:
             self.turn()
         return {
-            name: sorted(each, key=lambda run: run.others)[: self._repeats]
-            for name, each in self._runs.items()
+            name: taken_of(runs, self._repeats, self.calibration_gbs) for name, runs in self._runs.items()
         }
+
+    def rates(self) -> list[float]:
+        """The rate of memory now; none where times do not depend on it."""
+        return [] if self._rate is None else [self._rate()]
+
+    def _run(self, measure: Callable[[], Figures]) -> Run:
+        before, load = self.rates(), self._watch()
+        figures = measure()
+        return Run(load.cores(), figures, (*before, *self.rates()))
+
+    def _undisturbed(self, run: Run) -> bool:
+        return run.others <= MOST_OTHER_CORES and run.at_rate_of(self.calibration_gbs)
 
 
 def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
     """Calibrate the machine, with turns of the runs in between: both see the same minutes of it."""
     taken = 0
+    rates: list[float] = []
 
     def between(done: int, steps: int) -> None:
         nonlocal taken
+        rates.extend(runs.rates())
         if done * turns >= (taken + 1) * steps:
             taken += 1
             progress.print(f"calibrated {done} of {steps}")
             runs.turn()
 
-    return calibrate_machine(progress=between, thorough=True)
+    machine = calibrate_machine(progress=between, thorough=True)
+    runs.calibration_gbs = rates
+    return machine

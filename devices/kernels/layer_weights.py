@@ -19,8 +19,8 @@ from .seam import COLUMNS, PACKED, ROWS, Operation
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
 A = TypeVar("A", bound=ctypes.Structure)
-Held = list["array[int] | array[float]"]
-"""Arrays that a native call's arguments point to."""
+Held = list["array[int] | array[float] | Tensor"]
+"""Arrays and tensors that a native call's arguments point to."""
 
 
 class Weights(KernelWeights[Any]):

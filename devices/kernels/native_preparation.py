@@ -9,13 +9,14 @@ from itertools import chain, groupby
 import torch
 
 from moesched.models.config import ModelConfig, NormKind
+from moesched.models.networks import FeedForward
 
-from ..native.arguments import Head, Inputs, Layer, Norm
+from ..native.arguments import ExpertKind, ExpertWeights, Head, Inputs, Layer, Norm
 from ..native.kernels import address, matrix_of
 from .expert_functions import router_biases
-from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Blocks, Held, Tensor, Weights, format_of
 from .qkv_functions import qkv_bias
+from .seam import COLUMNS, EXPERT_MATRICES
 
 
 class Preparation:
@@ -42,12 +43,11 @@ class Preparation:
             clip=attention.clip or 0.0,
         )
         matrices = [list(blocks) for _, blocks in groupby(weights["qkv"], format_of)]
-        held.append(array("q", chain(*((_held(blocks, held), sum(map(len, blocks))) for blocks in matrices))))
-        inputs.projections, inputs.weights = len(matrices), address(held[-1])
+        projections = chain(*((_held(blocks, held), sum(map(len, blocks))) for blocks in matrices))
+        inputs.projections, inputs.weights = len(matrices), _kept(array("q", projections), held)
         bias_X = qkv_bias(weights, attention)
         if bias_X is not None:
-            held.append(array("f", bias_X.bfloat16().tolist()))
-            inputs.bias = address(held[-1])
+            inputs.bias = _kept(array("f", bias_X.bfloat16().tolist()), held)
         if attention.qk_norm:
             query, key = weights["q_norm"][0], weights["k_norm"][0]
             inputs.query_norm, inputs.query_normed = self._norm(query, "rms"), len(query)
@@ -75,14 +75,17 @@ class Preparation:
         )
         for field, bias_E in zip(("router_bias", "correction"), router_biases(weights, network), strict=True):
             if bias_E is not None:
-                held.append(array("f", bias_E.float().tolist()))
-                setattr(layer, field, address(held[-1]))
+                setattr(layer, field, _kept(array("f", bias_E.float().tolist()), held))
         if "o" in weights:
             layer.output_weights = _held(weights["o"], held)
+        if "o_bias" in weights:
+            layer.output_bias = _held_bias(weights["o_bias"], held)
         if "router" in weights:
             layer.router = _held(weights["router"], held)
-        layer.expert_weights = _held_experts(weights, [f"experts.{n}." for n in range(network.experts)], held)
-        layer.shared_weights = _held_experts(weights, ["shared_"], held)
+        experts = [weights.expert(number) for number in range(network.experts)]
+        layer.kind = expert_kind(network, any(map(lies_transposed, experts)))
+        layer.expert_weights = _held_experts(experts, held)
+        layer.shared_weights = _held_experts([weights.expert(None)], held)
         return layer
 
     def head(self, weights: Weights, held: Held) -> Head:
@@ -102,21 +105,56 @@ class Preparation:
         return Norm(weight_D.data_ptr(), in_float32, self._config.norm_eps, kind == "layer")
 
 
-def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int | None:
-    """Return the address of an array with the matrices of several experts for C; None if a matrix is not loaded.
+def expert_kind(network: FeedForward, transposed: bool) -> ExpertKind:
+    """Return what all experts of a layer have in common, for C; `transposed`: whether their matrices are stored so."""
+    activation = network.activation
+    return ExpertKind(transposed, activation.limit or 0.0, activation.alpha)
 
-    Args:
-        prefixes: the beginnings of the names of each expert's weights, such as "experts.0.".
-        held: list to which the arrays are appended, which must exist as long as C uses them.
+
+def lies_transposed(expert: Weights) -> bool:
+    """Test if an expert's matrices are stored transposed."""
+    return any(format_of(block) == COLUMNS for name in EXPERT_MATRICES for block in expert.get(name, ()))
+
+
+def expert_weights(expert: Weights, held: Held) -> ExpertWeights:
+    """Return an expert's matrices and biases for C; `held` receives the arrays and tensors that they are in."""
+    transposed, described = lies_transposed(expert), ExpertWeights()
+    for name in EXPERT_MATRICES:
+        if name not in expert:
+            continue
+        field = "gate" if name == "gate_up" else name
+        setattr(
+            described, field, _held([block.T for block in expert[name]] if transposed else expert[name], held)
+        )
+        if f"{name}_bias" in expert:
+            setattr(described, f"{field}_bias", _held_bias(expert[f"{name}_bias"], held))
+    return described
+
+
+def _held_experts(experts: Sequence[Weights], held: Held) -> int | None:
+    """Return the address of an array of several experts' matrices for C; None if an expert's are not all loaded.
+
+    held: list to which the arrays are appended, which must exist as long as C uses them.
     """
-    names = [prefix + part for prefix in prefixes for part in EXPERT_PARTS]
-    if not all(name in weights for name in names):
+    if not all("down" in expert and ("up" in expert or "gate_up" in expert) for expert in experts):
         return None
-    held.append(array("q", [_held(weights[name], held) for name in names]))
-    return address(held[-1])
+    return _kept(array("q", b"".join(bytes(expert_weights(expert, held)) for expert in experts)), held)
+
+
+def _held_bias(bias: Sequence[Tensor], held: Held) -> int:
+    """Append a bias, given in blocks, to `held` as bfloat16; returns its address."""
+    bias_N = (bias[0] if len(bias) == 1 else torch.cat([*bias])).bfloat16().contiguous()
+    held.append(bias_N)
+    place: int = bias_N.data_ptr()
+    return place
 
 
 def _held(blocks: Blocks, held: Held) -> int:
     """Append C's description of a matrix, given as row blocks, to `held`; returns the description's address."""
-    held.append(matrix_of(blocks))
-    return address(held[-1])
+    return _kept(matrix_of(blocks), held)
+
+
+def _kept(numbers: array[int] | array[float], held: Held) -> int:
+    """Append numbers to `held`; returns their address."""
+    held.append(numbers)
+    return address(numbers)

@@ -18,10 +18,10 @@ from ..native.compiled import library
 from ..native.kernels import address, check, numbers
 from .layer_weights import Tensor, Weights
 from .native_ends import NATIVE_ENDS
-from .native_kernel import BFLOAT16, NativeKernel, NativeMemoryKernel, hidden_states
-from .native_limited_expert import NATIVE_LIMITED_EXPERTS
-from .native_products import NATIVE_PRODUCTS
-from .seam import Bound, Case, RouterOutput
+from .native_experts import NATIVE_EXPERTS, unknown_experts
+from .native_kernel import BFLOAT16, NativeMemoryKernel, hidden_states
+from .native_products import MOST_COLUMN_ROWS, NATIVE_PRODUCTS
+from .seam import COLUMNS, Bound, Case, RouterOutput
 from .workspace import Workspace
 
 
@@ -101,22 +101,6 @@ def _route(
     return choices
 
 
-class NativeExpert(NativeKernel):
-    """Runs one expert on the rows of tokens that chose it."""
-
-    operation = "expert"
-
-    def refusal(self, case: Case) -> str:
-        """Return why a case is refused: biases, no SiLU activation, or a reason of `NativeKernel`; else empty."""
-        assert case.layer is not None, "it is in a layer"
-        usual = case.layer.feed_forward.is_usual
-        return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
-
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
-        return self._threads.prepared_expert(weights["gate"], weights["up"], weights["down"])
-
-
 class NativeCombine(NativeMemoryKernel):
     """Adds up each token's expert outputs, weighted by the router, and the residual."""
 
@@ -147,12 +131,19 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: biases, no SiLU activation, or a reason of `NativeKernel`; else empty."""
+        """Return why a case is refused: another layer than C knows, or a reason of `NativeKernel`; else empty.
+
+        Matrices of experts with a limited activation may be stored transposed, where rows are few.
+        """
         assert case.layer is not None, "it is in a layer"
-        usual = case.layer.feed_forward.is_usual and "o" not in case.layer.grouped.biases
-        return super().refusal(case) or (
-            "" if usual else "it runs experts of three matrices, and adds no bias"
-        )
+        network = case.layer.feed_forward
+        if COLUMNS in case.formats:
+            if network.is_usual or case.rows > MOST_COLUMN_ROWS:
+                return "torch multiplies by matrices that are stored transposed"
+            case = case._replace(formats=case.formats - {COLUMNS})
+        if network.shared and not network.is_usual:
+            return "its networks of every token have SiLU"
+        return super().refusal(case) or unknown_experts(case)
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function of a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts.
@@ -255,8 +246,7 @@ def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case:
 NATIVE = (
     NativeAttentionInputs,
     NativeRoute,
-    NativeExpert,
-    *NATIVE_LIMITED_EXPERTS,
+    *NATIVE_EXPERTS,
     NativeCombine,
     NativeMoELayer,
     *NATIVE_ENDS,

@@ -84,6 +84,29 @@ class Prompts(ctypes.Structure):
     )
 
 
+class ExpertKind(ctypes.Structure):
+    """The arguments in C that the experts of a layer have in common (`ExpertKind` of experts.h)."""
+
+    _fields_ = (("transposed", _NUMBER), ("limit", _REAL), ("alpha", _REAL))
+
+
+class ExpertWeights(ctypes.Structure):
+    """The matrices and biases of an expert in C (`ExpertWeights` of experts.h)."""
+
+    _fields_ = tuple((name, _POINTER) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"))
+
+
+class OneExpert(ctypes.Structure):
+    """The arguments in C of an expert that runs alone (`OneExpert` of experts.h)."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("rows", "hidden", "width", "stride")),
+        ("kind", ExpertKind),
+        ("weights", ExpertWeights),
+        *((name, _POINTER) for name in ("x", "y")),
+    )
+
+
 class Layer(ctypes.Structure):
     """The arguments in C of a layer's output projection, router, experts and their sum (`Layer` of moe_layer.c)."""
 
@@ -94,21 +117,12 @@ class Layer(ctypes.Structure):
         ("shared_width", _NUMBER),
         ("shared_scale", _REAL),
         *((name, _POINTER) for name in ("correction", "router_bias", "attended", "residual")),
-        ("output_weights", _POINTER),
+        *((name, _POINTER) for name in ("output_weights", "output_bias")),
         ("norm", Norm),
-        *((name, _POINTER) for name in ("router", "expert_weights", "shared_weights", "projected", "x")),
+        ("router", _POINTER),
+        ("kind", ExpertKind),
+        *((name, _POINTER) for name in ("expert_weights", "shared_weights", "projected", "x")),
         *((name, _POINTER) for name in ("logits", "scores", "chosen", "weights", "counts", "out")),
-    )
-
-
-class LimitedExpert(ctypes.Structure):
-    """The arguments in C of an expert with a limited activation (`LimitedExpert` of limited_expert.c)."""
-
-    _fields_ = (
-        *((name, _NUMBER) for name in ("rows", "hidden", "width", "stride", "transposed")),
-        *((name, _REAL) for name in ("limit", "alpha")),
-        *((name, _POINTER) for name in ("x", "gate", "up", "down")),
-        *((name, _POINTER) for name in ("gate_bias", "up_bias", "down_bias", "y")),
     )
 
 

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "coded_words.h"
+#include "instructions.h"
 #include "numbers.h"
 #include "product.h"
 
@@ -38,7 +39,7 @@ typedef struct {
 typedef struct {
     const uint8_t *first;
     int64_t bytes; /* with each; none if 0 */
-    int near;      /* whether they go to the first-level cache: else, to the second, as they would drive out what is in use */
+    int near;      /* whether they go to the first-level cache: else, to the second */
 } Ahead;
 
 static inline __attribute__((always_inline)) void fetch(Ahead *ahead) {
@@ -49,6 +50,10 @@ static inline __attribute__((always_inline)) void fetch(Ahead *ahead) {
             __builtin_prefetch(ahead->first + line, 0, 2);
     ahead->first += ahead->bytes;
 }
+
+/* Whether the next tile goes to the first-level cache. A larger one drives out what is in use, but a Zen 5 brings it from
+ * there to the second level sooner than it follows requests of that level. */
+static inline int goes_near(int64_t tile_bytes) { return is_zen_5 || tile_bytes <= NEAR; }
 
 /* Unpacks rows into a tile of the instruction set. */
 typedef void (*Unpack)(const uint8_t *rows, int64_t stride, int64_t weights, void *tile, Ahead *ahead);

@@ -134,7 +134,7 @@ static TARGET void ISA(add_tile)(const Product *product, int64_t output, int64_t
         const int64_t offset = chunk * CHUNK / block * product->multiplier->block_bytes;
         const int64_t bytes = weights / block * product->multiplier->block_bytes;
         Ahead ahead = {next + (next ? ROWS * offset : 0), next ? ROWS * bytes * 32 / weights / (VECTORS + 1) : 0,
-                       ROWS * product->row_bytes <= NEAR};
+                       goes_near(ROWS * product->row_bytes)};
         const ISA(Chunk) here = rows.count >= ROWS ? (ISA(Chunk)){rows.first + offset, product->row_bytes}
                                                    : ISA(copied_chunk)(product, output, offset, bytes, copy);
         const char *pieces = pieces_of(product, chunk * CHUNK / size);

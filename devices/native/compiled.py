@@ -16,14 +16,14 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 14
+VERSION = 15
 """The version of the functions' signatures, which the library returns."""
 
 _CALLS = tuple(
     f"moesched_{name}"
     for name in (
         *("embed", "attention_inputs", "attend", "attend_prompts"),
-        *("store", "route", "moe_layer", "limited_expert", "logits"),
+        *("store", "route", "moe_layer", "expert", "logits"),
     )
 )
 """Names of the functions that take the threads and a pointer to their arguments."""
@@ -85,7 +85,6 @@ def _declare(library: Library) -> None:
     shape: list[Any] = [pointer, number, number, number, pointer, number]
     library.moesched_product.argtypes = [*shape, pointer, pointer]
     library.moesched_columns.argtypes = [*shape, pointer, pointer]
-    library.moesched_expert.argtypes = [*shape, pointer, pointer]
     for function in _CALLS:
         getattr(library, function).argtypes = [pointer, pointer]
     library.moesched_copy.restype = None

@@ -13,8 +13,17 @@ static const char *const names[INSTRUCTION_SETS] = {
     [NEON_BF16] = "neon_bf16", [NEON_DOTPROD] = "neon_dotprod", [NEON] = "neon", [PORTABLE] = "portable",
 };
 
+int is_zen_5;
+
 #if defined(__x86_64__)
 #include <cpuid.h>
+
+__attribute__((constructor)) static void know_processor(void) {
+    enum { FAMILY_OF_ZEN_5 = 26 };
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return;
+    is_zen_5 = (eax >> 8 & 15) + (eax >> 20 & 255) == FAMILY_OF_ZEN_5;
+}
 
 static int has_f16c(void) {
     unsigned eax, ebx, ecx, edx;

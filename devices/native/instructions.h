@@ -14,4 +14,8 @@ typedef enum {
 /* The set with this name, -1 if this processor or this build does not have it. */
 int set_named(const char *name);
 
+/* Whether the processor is a Zen 5. It brings a few streams of weights to its second-level cache faster than prefetching
+ * does, and its first-level cache of 48 KB holds larger pieces. */
+extern int is_zen_5;
+
 #endif

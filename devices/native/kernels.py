@@ -14,6 +14,7 @@ from moesched.system.bound_call import bound_call
 from moesched.system.cores import affinity, usable_cores
 
 from ..shared.coded import Block, CodedRows, rows_of
+from .arguments import ExpertWeights, OneExpert
 from .compiled import formats, instruction_sets, library
 
 Tensor = torch.Tensor
@@ -90,22 +91,25 @@ class NativeKernels:
 
         The caller must keep the weights alive while it calls the function.
         """
-        width, matrices = _outputs(gate), [matrix_of(blocks) for blocks in (gate, up, down)]
-        return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
+        matrices = [matrix_of(blocks) for blocks in (gate, up, down)]
+        expert = OneExpert(width=_outputs(gate), weights=ExpertWeights(*map(address, matrices)))
+        return self.bound_expert(expert, matrices)
 
-    def _run_expert(
-        self, matrices: Sequence[array[int]], weights: array[int], width: int, x_nD: Tensor, y_nD: Tensor
-    ) -> None:
-        """Run an expert by its C function, which reads x and writes y.
+    def bound_expert(self, expert: OneExpert, held: object) -> Callable[[Tensor, Tensor], None]:
+        """Return the function (x_nD, y_nD) -> None that runs an expert and writes to contiguous y.
 
         Args:
-            matrices: descriptions of gate, up and down, which must stay alive.
-            weights: their addresses.
-            width: size I of the inner activations.
+            expert: the arguments of its native call that do not depend on x.
+            held: what they point to; it lives as long as the function.
         """
+        return partial(self._run_expert, expert, held)
+
+    def _run_expert(self, expert: OneExpert, held: object, x_nD: Tensor, y_nD: Tensor) -> None:
         x_nD = _with_plain_rows(x_nD)
-        shape = (*x_nD.shape, width, x_nD.data_ptr(), x_nD.stride(0))
-        check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
+        call = OneExpert.from_buffer_copy(expert)  # lanes may run the expert at the same time
+        call.rows, call.hidden = x_nD.shape
+        call.stride, call.x, call.y = x_nD.stride(0), x_nD.data_ptr(), y_nD.data_ptr()
+        self.call(self._library.moesched_expert, call)
 
     def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
         """Call a function of the library with its threads and a pointer to the arguments; raises its error."""

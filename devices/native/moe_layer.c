@@ -21,8 +21,10 @@ typedef struct {
     const uint16_t *attended; /* (tokens, attended_width) */
     const uint16_t *residual; /* (tokens, hidden) */
     const Matrix *output_weights; /* NULL: x is the residual */
+    const uint16_t *output_bias; /* (hidden); NULL for none */
     Norm norm;
     const Matrix *router;
+    ExpertKind kind;
     const ExpertWeights *expert_weights; /* the formats of all experts are those of the first one */
     const ExpertWeights *shared_weights;
     uint16_t *projected; /* (tokens, hidden): the residual plus the output projection */
@@ -37,16 +39,17 @@ typedef struct {
 
 enum {
     COLUMNS = 512,        /* of a token, that are summed over its experts by one thread */
-    ROWS_AT_ONCE = 1024,  /* of all experts, between their matrices: bounds the memory for any number of tokens */
+    WAVE_ROWS = 1024,  /* of all experts, between their matrices: bounds the memory for any number of tokens */
     GATHERED_AT_ONCE = 4, /* rows that a thread takes at a time */
     MOST_GROUPS = 64,     /* bits that say which are kept */
 };
 
 /* Rows of experts are sorted by expert, then by token. The network that every token uses is one more expert, behind the
- * others. Rows are multiplied ROWS_AT_ONCE at a time: a wave. */
+ * others. Rows are multiplied WAVE_ROWS at a time: a wave. */
 typedef struct {
     const Layer *layer;
-    Product output, router;
+    Factor output;
+    Product router;
     Experts experts; /* of the wave */
     char *memory;    /* of a wave's products */
     char *unused;    /* what the experts of the wave so far left of it */
@@ -63,7 +66,7 @@ enum { BEGIN, GATHER, GATE, DOWN, WAVE_PHASES };
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    place_inputs(&job->output, layer->attended, layer->attended_width, first, last);
+    place_inputs(&job->output.by_rows, layer->attended, layer->attended_width, first, last);
 }
 
 ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *projected) {
@@ -77,7 +80,7 @@ ANY_WIDTH static void multiply(int64_t count, float factor, uint16_t *projected)
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    write_rounded(&job->output, first, last, layer->projected);
+    write_factor(&job->output, layer->attended, first, last, layer->projected);
     for (int64_t at = first; at < layer->tokens * layer->hidden; at += layer->hidden) {
         if (layer->residual_factor != 1) multiply(last - first, (float)layer->residual_factor, layer->projected + at);
         add(last - first, layer->residual + at, layer->projected + at);
@@ -220,17 +223,17 @@ static void add_expert(Job *job, int64_t begins, int64_t ends, int64_t width, co
 static void begin_wave(Job *job) {
     const Layer *layer = job->layer;
     const int64_t rows = rows_of(layer), routed = layer->tokens * layer->top_k;
-    Phase *phases = job->phases + job->last / ROWS_AT_ONCE * WAVE_PHASES;
+    Phase *phases = job->phases + job->last / WAVE_ROWS * WAVE_PHASES;
     job->first = job->last;
-    job->last = rows - job->first < ROWS_AT_ONCE ? rows : job->first + ROWS_AT_ONCE;
+    job->last = rows - job->first < WAVE_ROWS ? rows : job->first + WAVE_ROWS;
     job->unused = job->memory;
     job->experts.count = 0;
     for (int64_t e = 0; e < layer->experts; e++)
         add_expert(job, job->ends[e] - layer->counts[e], job->ends[e], layer->width, layer->expert_weights + e);
     add_expert(job, routed, rows, layer->shared_width, layer->shared_weights);
     phases[GATHER].items = job->last - job->first;
-    phases[GATE].items = gate_items(&job->experts);
-    phases[DOWN].items = job->experts.count * layer->hidden;
+    phases[GATE].items = number_items(&job->experts);
+    phases[DOWN].items = output_items(&job->experts);
 }
 
 /* Sorts the rows, and begins the first wave. */
@@ -263,7 +266,7 @@ static void gather_part(void *argument, int64_t first, int64_t last) {
     const Expert *expert = job->experts.experts;
     int64_t before = 0; /* rows of the experts before */
     for (int64_t row = first; row < last; row++) {
-        for (; row - before >= expert->gate.batch; expert++) before += expert->gate.batch;
+        for (; row - before >= expert->rows; expert++) before += expert->rows;
         const uint16_t *x = layer->x + job->tokens[job->first + row] * layer->hidden;
         place_expert(expert, row - before, 0, layer->hidden, x);
     }
@@ -317,17 +320,18 @@ static int64_t on_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 /* The products before the experts, in `memory`; NULL only counts its bytes. */
 static int64_t give_router(Job *job, char *memory) {
     const Layer *layer = job->layer;
-    job->output = product_of(job->experts.team, layer->tokens, layer->attended_width, layer->hidden, layer->output_weights);
+    job->output = factor_of(job->experts.team, 0, layer->tokens, layer->attended_width, layer->hidden, layer->output_weights,
+                            layer->output_bias);
     job->router = product_of(job->experts.team, layer->tokens, layer->hidden, layer->experts, layer->router);
-    const int64_t before = placed_bytes(&job->output);
+    const int64_t before = copied_bytes(&job->output);
     if (memory) {
-        give_memory(&job->output, memory);
+        give_memory(&job->output.by_rows, memory);
         give_memory(&job->router, memory + before);
     }
     return before + placed_bytes(&job->router);
 }
 
-static int64_t waves_of(const Layer *layer) { return (rows_of(layer) + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE; }
+static int64_t waves_of(const Layer *layer) { return (rows_of(layer) + WAVE_ROWS - 1) / WAVE_ROWS; }
 
 enum { KINDS = 2 };
 
@@ -348,7 +352,7 @@ static int64_t give_experts(Job *job, Task *task, char *memory) {
     const Layer *layer = job->layer;
     const int64_t number = sizeof(int64_t), pairs = layer->tokens * layer->top_k, rows = rows_of(layer);
     const int64_t phases = OTHER_PHASES + waves_of(layer) * WAVE_PHASES;
-    const int64_t at_once = rows < ROWS_AT_ONCE ? rows : ROWS_AT_ONCE;
+    const int64_t at_once = rows < WAVE_ROWS ? rows : WAVE_ROWS;
     const int64_t experts = at_once <= layer->experts ? at_once : layer->experts + 1;
     Expert of_one_row[KINDS];
     int64_t row_bytes = 0;
@@ -385,8 +389,9 @@ static int64_t add_router(Task *task, Job *job) {
     int64_t weights = 0;
     if (layer->output_weights) {
         add_phase(task, place_part, layer->attended_width, PLACED_AT_ONCE, layer->attended_width);
-        add_phase(task, project_part, layer->hidden, least_outputs(&job->output), MOST_OUTPUTS);
-        weights += matrix_bytes(&job->output);
+        const Grain outputs = factor_grain(job->experts.team, &job->output);
+        add_phase(task, project_part, layer->hidden, outputs.least, outputs.most);
+        weights += factor_bytes(&job->output);
     }
     add_phase(task, norm_part, layer->tokens, 1, 1);
     if (layer->router) {
@@ -399,19 +404,20 @@ static int64_t add_router(Task *task, Job *job) {
 
 static int64_t add_experts(Task *task, Job *job) {
     const Layer *layer = job->layer;
-    Expert of_all[KINDS];
-    int64_t least = 0, bytes = 0;
+    Expert of_all[KINDS], of_one_row[KINDS];
+    int64_t bytes = 0;
+    kinds_of(job, 1, of_one_row);
     for (int kind = kinds_of(job, layer->tokens, of_all) - 1; kind >= 0; kind--) {
-        if (least_items(of_all + kind) > least) least = least_items(of_all + kind);
+        fit_grains(&job->experts, of_all + kind);
+        fit_grains(&job->experts, of_one_row + kind);
         bytes += weight_bytes(of_all + kind);
     }
-    if (layer->experts) job->experts.stride = (layer->width + least - 1) / least * least;
     job->phases = task->phase + task->phases;
     for (int64_t wave = 0; wave < waves_of(layer); wave++) {
         add_phase(task, wave ? begin_part : group_part, 1, 1, 1);
         add_phase(task, gather_part, 0, 1, GATHERED_AT_ONCE);
-        add_phase(task, gate_part, 0, least, MOST_OUTPUTS);
-        add_phase(task, down_part, 0, least, MOST_OUTPUTS);
+        add_phase(task, gate_part, 0, job->experts.numbers.least, job->experts.numbers.most);
+        add_phase(task, down_part, 0, job->experts.outputs.least, job->experts.outputs.most);
     }
     add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1, 1);
     return bytes;
@@ -432,7 +438,9 @@ API int moesched_route(Team *team, const Layer *layer) {
 
 /* All of it. Returns 0, or -1 without memory. */
 API int moesched_moe_layer(Team *team, const Layer *layer) {
-    Job job = {.layer = layer, .experts = {team, layer->hidden, 1, 0, NULL}};
+    const int64_t width = layer->experts ? layer->width : layer->shared_width;
+    Job job = {.layer = layer,
+               .experts = {.team = team, .kind = &layer->kind, .hidden = layer->hidden, .width = width}};
     Task task = {.job = &job};
     const int64_t before = give_router(&job, NULL);
     char *memory = scratch(before + give_experts(&job, &task, NULL));

@@ -98,21 +98,6 @@ static inline int64_t gap_behind(const Stretch *stretch, int64_t tile, int64_t t
     return bytes / (intptr_t)sizeof(uint16_t) - tile * inputs - here;
 }
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-
-/* It brings a few streams of weights to the second-level cache faster than prefetching does, and its first-level cache
- * of 48 KB holds larger pieces. */
-static int zen_5;
-
-__attribute__((constructor)) static void know_processor(void) {
-    enum { FAMILY_OF_ZEN_5 = 26 };
-    unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return;
-    zen_5 = (eax >> 8 & 15) + (eax >> 20 & 255) == FAMILY_OF_ZEN_5;
-}
-#endif
-
 /* Inputs of a piece: fewer let memory be read more evenly, more let sums stay in registers longer, best to their end. */
 static inline int64_t piece_of(const Product *product, int on_zen_5) {
     const int64_t batch = product->batch;
@@ -242,7 +227,7 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define INPUTS(x, half) _mm512_load_si512(x)
 #define DOT(sums, w, x) sums = _mm512_dpbf16_ps(sums, (__m512bh)(w), (__m512bh)(x))
 #define PLACE PLACE_PLAIN
-#define ON_ZEN_5 zen_5
+#define ON_ZEN_5 is_zen_5
 #include "product_tiles.h"
 
 #if defined(HAS_AMX)

@@ -92,20 +92,12 @@ class Calibrated:
     def _priced(self, work: Work) -> Iterable[WorkPart]:
         """Yield the parts of `work`, each named after the operation in the cost table whose time applies to it.
 
-        A layer in one task is one call of the native kernels, whose router hands no choices to the host. With
-        transposed experts, it is computed as the tasks `route` and `run_expert` are.
+        A layer in one task is one call of the native kernels, whose router hands no choices to the host.
         """
-        if work.kind != "post_attention":
-            yield from work.parts
-            return
-        in_parts = any(map(self._is_transposed, work.parts))
         for part in work.parts:
-            operation = part.operation
-            if in_parts:
-                operation = operation.replace("experts", "expert")
-            elif (within := operation.replace("route", ROUTE_WITHIN)) in self._surfaces:
-                operation = within
-            yield part._replace(operation=operation)
+            within = part.operation.replace("route", ROUTE_WITHIN)
+            whole = work.kind == "post_attention" and within in self._surfaces
+            yield part._replace(operation=within) if whole else part
 
     def seconds(self, part: WorkPart) -> float:
         """Return the seconds of one repetition of a part's operation.

@@ -1,0 +1,56 @@
+"""The native library's kernels for one expert: a call runs it whole."""
+
+from __future__ import annotations
+
+from ..native.arguments import OneExpert
+from .layer_weights import Held, Weights
+from .native_kernel import NativeKernel
+from .native_preparation import expert_kind, expert_weights, lies_transposed
+from .native_products import ByColumns
+from .seam import Bound, Case
+
+
+class NativeExpert(NativeKernel):
+    """Runs one expert on the rows of tokens that chose it."""
+
+    operation = "expert"
+
+    def refusal(self, case: Case) -> str:
+        """Return why a case is refused: another expert than C knows, or a reason of `NativeKernel`; else empty."""
+        return super().refusal(case) or unknown_experts(case)
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
+        assert case.layer is not None, "it is in a layer"
+        network, held = case.layer.feed_forward, Held()
+        blocks = weights["gate_up" if "gate_up" in weights else "gate"]
+        outputs = len(blocks[0]) if lies_transposed(weights) else sum(map(len, blocks))
+        expert = OneExpert(
+            width=outputs // 2 if "gate_up" in weights else outputs,
+            kind=expert_kind(network, lies_transposed(weights)),
+            weights=expert_weights(weights, held),
+        )
+        return self._threads.bound_expert(expert, [weights, held])
+
+
+class NativeExpertByColumns(ByColumns, NativeExpert):
+    """Runs one expert with a limited activation on a few rows, where its matrices are stored transposed."""
+
+    takes = f"{ByColumns.takes}; a limited activation"
+
+    def refusal(self, case: Case) -> str:
+        """Return why a case is refused: no limited activation, or a reason of a base; else empty."""
+        assert case.layer is not None, "it is in a layer"
+        limited = case.layer.feed_forward.activation.limit is not None
+        return super().refusal(case) or ("" if limited else "it runs experts with a limited activation")
+
+
+def unknown_experts(case: Case) -> str:
+    """Return why C lacks the experts of a case's layer; empty if it has them."""
+    assert case.layer is not None, "it is in a layer"
+    network = case.layer.feed_forward
+    known = network.is_usual or network.activation.limit is not None
+    return "" if known else "it runs experts of three matrices, or with a limited activation"
+
+
+NATIVE_EXPERTS = (NativeExpert, NativeExpertByColumns)

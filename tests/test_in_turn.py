@@ -1,0 +1,133 @@
+"""Runs that are done again: by the load of others and the rate of memory, never by their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.fidelity import fidelity
+from benchmarks.fidelity._fidelity_tables import claims, tables
+from benchmarks.shared.in_turn import InTurn, Run, Taken, taken_of
+from benchmarks.shared.memory_rate import at_one_rate
+
+FAST, SLOW = 75.0, 48.0
+
+
+class Idle:
+    """Nothing else runs."""
+
+    def cores(self) -> float:
+        return 0.0
+
+
+def run(seconds: float, rates: Sequence[float] = (FAST, FAST), others: float = 0.0) -> Run:
+    return Run(others, {"seconds": seconds}, tuple(rates))
+
+
+def seconds(runs: Sequence[Run]) -> list[float]:
+    return [each.figures["seconds"] for each in runs]
+
+
+@pytest.mark.parametrize(
+    ("rates", "equal"),
+    [((), True), ((50.0,), True), ((50.0, 55.0), True), ((50.0, 52.0, 55.1), False), ((55.1, 50.0), False)],
+)
+def test_rates_are_one_if_they_differ_by_at_most_a_tenth(rates: Sequence[float], equal: bool) -> None:
+    assert at_one_rate(rates) is equal
+
+
+@pytest.mark.parametrize(
+    ("rates", "calibration", "at_it"),
+    [
+        ((FAST, FAST), [FAST], True),
+        ((FAST, SLOW), [FAST], False),
+        ((SLOW, SLOW), [FAST], False),
+        ((SLOW, SLOW), [FAST, SLOW, SLOW], True),
+        ((SLOW, SLOW), [], True),
+        ((FAST, SLOW), [], False),
+        ((), [], True),
+    ],
+)
+def test_a_run_is_at_the_rate_of_the_calibration_if_memory_kept_it_before_and_after(
+    rates: Sequence[float], calibration: Sequence[float], at_it: bool
+) -> None:
+    assert run(1.0, rates).at_rate_of(calibration) is at_it
+
+
+def test_the_least_disturbed_runs_at_the_rate_of_the_calibration_are_kept() -> None:
+    runs = [
+        run(1.0, others=0.3),
+        run(2.0, (SLOW, SLOW)),
+        run(3.0, others=0.1),
+        run(4.0, (FAST, SLOW)),
+        run(5.0),
+    ]
+    kept, repeated = taken_of(runs, 3, [FAST])
+    assert (seconds(kept), seconds(repeated)) == ([5.0, 3.0, 1.0], [4.0, 2.0])
+
+
+def test_the_last_runs_are_kept_if_the_rate_does_not_come_back() -> None:
+    runs = [run(1.0, (SLOW, SLOW)), run(2.0), run(3.0, (SLOW, SLOW), others=0.05), run(4.0, (SLOW, SLOW))]
+    assert seconds(taken_of(runs, 3, [FAST]).kept) == [2.0, 4.0, 3.0]
+    assert seconds(taken_of([*runs, run(5.0, (SLOW, SLOW), others=0.5)], 3, [FAST]).kept) == [2.0, 4.0, 3.0]
+
+
+def test_runs_are_chosen_alike_whatever_their_figures_are() -> None:
+    rates = [(FAST, FAST), (SLOW, SLOW), (FAST, SLOW), (FAST, FAST), (SLOW, FAST), (FAST, FAST)]
+
+    def kept(figures: Sequence[float]) -> list[int]:
+        runs = [run(figure, each) for figure, each in zip(figures, rates, strict=True)]
+        return [runs.index(each) for each in taken_of(runs, 4, [FAST]).kept]
+
+    assert kept([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == kept([9.0, 0.1, 5.0, 2.0, 8.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("rates", "runs"),
+    [([], 2), ([SLOW, SLOW], 3), ([SLOW] * 100, 6), ([FAST, SLOW, SLOW, FAST], 4)],
+)
+def test_runs_at_another_rate_are_done_again_up_to_three_times_as_many(rates: list[float], runs: int) -> None:
+    """Rates before and after each run in turn; once they are used up, that of the calibration."""
+    left = iter(rates)
+    in_turn = InTurn({"a": lambda: {"seconds": 1.0}}, 2, lambda: next(left, FAST), Idle)
+    in_turn.calibration_gbs = [FAST]
+    taken = in_turn.taken()["a"]
+    assert (len(taken.kept), len(taken.kept) + len(taken.repeated)) == (2, runs)
+
+
+def test_no_rate_is_measured_where_times_do_not_depend_on_it() -> None:
+    taken = InTurn({"a": lambda: {"seconds": 1.0}}, 1, None, Idle).taken()["a"]
+    assert ([each.memory_gbs for each in taken.kept], taken.repeated) == ([()], [])
+
+
+def test_a_figure_with_memory_at_another_rate_says_so() -> None:
+    figures = {"decode": 1.0, "total": 2.0, "recorded": 2.0, "replayed": 2.0, "replayed bare": 2.0}
+    kept = [Run(0.0, figures, (FAST, FAST)), Run(0.0, figures, (SLOW, SLOW))]
+    taken = Taken(kept, [Run(0.2, figures, (SLOW, FAST))])
+    policy = fidelity.policy_result("resident", taken, {"decode": 1.1, "total": 2.0}, [FAST, FAST, SLOW])
+    assert (policy["kept"], policy["kept_at_another_rate"], policy["repeated"]) == (2, 1, 1)
+    assert policy["every_run"] == {
+        "decode": [1.0, 1.0, 1.0],
+        "other_cores": [0.0, 0.0, 0.2],
+        "memory_gbs_before": [FAST, SLOW, SLOW],
+        "memory_gbs_after": [FAST, SLOW, FAST],
+    }
+    setting = {"calibration_memory_gbs": [FAST, FAST, SLOW], "policies": [policy]}
+    result = {"settings": {"disk-q8_0": setting}}
+    assert [each.figure for each in claims(result)][1:] == ["1 of 1 (1 with memory at another rate)"]
+    assert "| +10.0 % | 75 (48 to 75) | **1 of 2**, 1 repeated |" in tables(result)["coded"]
+
+
+def test_a_result_without_rates_of_memory_says_that_none_were_recorded() -> None:
+    policy = {
+        "policy": "resident",
+        "measured": {"decode": 1.0},
+        "predicted": {"decode": 1.1},
+        "error_percent": {"decode": 10.0},
+        "replay_error_percent": 0.0,
+        "bare_replay_error_percent": 0.0,
+    }
+    result = {"settings": {"disk-q8_0": {"policies": [policy]}}}
+    assert [each.figure for each in claims(result)][1:] == ["1 of 1"]
+    assert "| +10.0 % | not recorded |  |" in tables(result)["coded"]
