@@ -69,6 +69,17 @@ def test_a_bad_line_is_named(tmp_path: Path, lines: list[str], message: str) -> 
         read_arrivals(file)
 
 
+def test_a_file_with_a_request_beyond_the_context_is_to_be_changed_itself(tmp_path: Path) -> None:
+    file = tmp_path / "arrivals.jsonl"
+    file.write_text('{"at": 0, "prompt_tokens": 32768, "new_tokens": 1}')
+    with pytest.raises(
+        BadInput, match=r"more than the context of mixtral-0.8b, 32768: shorten it in .*jsonl$"
+    ):
+        moesched.simulate_arrivals(**MODEL, arrivals=file)
+    with pytest.raises(BadInput, match=r"32768: lower --gen, or choose another workload$"):
+        moesched.simulate_arrivals(**MODEL, arrivals="poisson:1", workload="mtbench", gen=40_000)
+
+
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "x", "1e9", ""])
 def test_a_rate_that_is_none_is_refused(rate: str) -> None:
     with pytest.raises(BadInput, match=r"give requests a second, from 0\.000001"):

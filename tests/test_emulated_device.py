@@ -36,6 +36,7 @@ from moesched.testing import check_device
 from moesched.trace import Recorder, Slice
 from moesched.transports.inproc import InprocTransport
 from moesched.work import Work
+from odd_models import GLM, stored
 from small_models import SMALL, small_model
 
 NAME = "moesched.devices.emulated.device:EmulatedDevice"
@@ -95,7 +96,7 @@ def run_on(device: Any, machine: Machine, recorder: Any = None) -> Report:
 
 
 def emulated(checkpoint: Checkpoint, **settings: Any) -> EmulatedDevice:
-    return EmulatedDevice(checkpoint, weight_layout(CONFIG, "float32"), **settings)
+    return EmulatedDevice(checkpoint, weight_layout(checkpoint.config, "float32"), **settings)
 
 
 class Watched(msgspec.Struct):
@@ -239,6 +240,16 @@ def test_a_rehearsals_tokens_are_routed_to_more_experts_than_one_token_would_be(
         each.verb: each.modelled for each in prefill
     }  # here nearly all of it is the time per operation
     assert modelled["run_expert"] > (CONFIG.routed.top_k + 0.5) * modelled["route"]
+
+
+def test_a_rehearsal_of_a_model_whose_first_layer_has_no_experts_runs_experts(
+    machine: Machine, tmp_path: Path
+) -> None:
+    checkpoint = stored(GLM, tmp_path)
+    device = emulated(checkpoint)
+    plan = plan_of(machine, device, make_policy("cgopipe"), {})
+    rehearsed = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"), ignore_progress)
+    assert {"run_expert", "post_attention"} <= {each.verb for each in rehearsed["decode"]}
 
 
 @pytest.mark.parametrize("given", [{}, {"dilation": 3.0}])

@@ -15,6 +15,7 @@ from benchmarks.robustness._damage import Damage, Damaged, Kind
 from benchmarks.robustness.damaged_policies import Bench
 from commands import refused
 from moesched.plugins import make_policy
+from moesched.runs.policy_errors import policy_line
 
 FAULTY = Path(__file__).parent / "faulty"
 KINDS = ("sound", "plans", "schedules", "fetches", "errors")
@@ -156,6 +157,27 @@ def test_a_file_that_cannot_be_imported_is_told_at_its_line(
     Path("mine.py").write_text(text)
     told = command(*simulated, "--model", "mixtral-0.8b", "--policy", "mine.py:Mine")
     refused(told, rf"policy 'mine.py:Mine' cannot be loaded \(\S*mine\.py:{line}\): {said}")
+
+
+def test_compiled_code_of_a_library_is_no_policys() -> None:
+    compiled: dict[str, Any] = {}
+    exec(compile("def call(): return 1 / 0", "uvloop/loop.pyx", "exec"), compiled)
+    with pytest.raises(ZeroDivisionError) as raised:
+        compiled["call"]()
+    assert policy_line(raised.value).startswith(f"{__file__}:")
+
+
+def test_a_plug_in_that_ends_the_program_while_it_is_made_is_told_at_its_line(
+    command: Any, no_text: Path, simulated: list[Any]
+) -> None:
+    methods = "    def order(self, waiting): ...\n    def entered(self, request): ...\n"
+    Path("mine.py").write_text(
+        f"class Mine:\n    def __init__(self):\n        raise SystemExit(0)\n{methods}"
+    )
+    rule = ("--policy", "resident", "--arrivals", "poisson:1", "--admission", "mine.py:Mine")
+    said = command("simulate", "--model", no_text, "--machine", "t4", "--workload", "two.toml", *rule)
+    assert (said.code, said.out) == (1, "")
+    assert re.search(r"^moesched: \S*mine\.py:3: SystemExit: 0$", said.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

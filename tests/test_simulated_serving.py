@@ -133,6 +133,7 @@ def test_admission_chooses_who_runs_first() -> None:
     [
         (lambda waiting: [], "of Own lacks request 0, which waits"),
         (lambda waiting: None, "of Own is None"),
+        (lambda waiting: [each.number for each in waiting], "of Own has 0, which is no request"),
         (
             lambda waiting: [*waiting, waiting[0]],
             "of Own has request 0, which does not wait, or has it twice",

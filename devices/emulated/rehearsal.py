@@ -58,9 +58,10 @@ class Rehearsed(NamedTuple):
 def rehearse(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> dict[Phase, list[Rehearsed]]:
-    """Run the model's first layer on the plan's largest micro-batch, one task after the other, and measure the tasks.
+    """Run the model's last layer on the plan's largest micro-batch, one task after the other, and measure the tasks.
 
-    All weights are streamed: computing with resident weights is at least as fast.
+    The last layer has experts; the first ones may have none. All weights are streamed: computing with
+    resident weights is at least as fast.
 
     Args:
         checkpoint, layout: the model's files, and the division of its weights into pages.
@@ -70,13 +71,13 @@ def rehearse(
     Returns:
         for prefill and for decode the times of each verb on each lane.
     """
-    config = checkpoint.config.varied(layers=1)
+    one_layer = _last_layer(checkpoint)
+    config = one_layer.config
     short = weight_layout(config, layout.dtype, layout.page_bytes)
-    first_layer = msgspec.structs.replace(checkpoint, config=config)
     batch = _largest_micro_batch(plan.batch)
     policy = _OneLayer([role for role in KV_ROLES if plan.kv.held_by(role)], plan.declared.experts_on_host)
     budgets = dict.fromkeys(plan.memories, NO_LIMIT)
-    with closing(_TimedDevice(first_layer, short, cost, tell)) as device:
+    with closing(_TimedDevice(one_layer, short, cost, tell)) as device:
         if config.ranks > 1:
             device.join(0, _Alone(), device)
         make = partial(plan_run, plan.machine, short, batch, policy, budgets, device.slot_bytes)
@@ -87,6 +88,18 @@ def rehearse(
             # A lane's thread sets the number of cores that torch uses; the caller's own number must not change.
             thread.submit(_perform, trial, policy, cost, device).result()
         return device.summary(len(plan.layers))
+
+
+def _last_layer(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the model with its last layer alone, as layer 0."""
+    config = msgspec.structs.replace(checkpoint.config, pattern=(checkpoint.config.typical_layer,))
+    last = f"layers.{checkpoint.config.layers - 1}."
+    tensors = {
+        name.replace(last, "layers.0.", 1): stored
+        for name, stored in checkpoint.tensors.items()
+        if name.startswith(last) or not name.startswith("layers.")
+    }
+    return msgspec.structs.replace(checkpoint, config=config, tensors=tensors)
 
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:

@@ -172,4 +172,6 @@ def _check(config: ModelConfig, kv_dtypes: Sequence[str], context: int) -> None:
         if kv_dtype not in hrm.KV_BYTES:
             raise BadInput(f"--kv-dtype {kv_dtype!r} is unknown; choose one of {', '.join(hrm.KV_BYTES)}")
     if context > config.max_positions:
-        raise BadInput(f"--context is {context}, but {config.name} has {config.max_positions} positions")
+        raise BadInput(
+            f"--context is {context}, but {config.name} has {config.max_positions} positions: give at most that"
+        )

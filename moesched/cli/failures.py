@@ -29,6 +29,7 @@ from moesched.errors import (
 )
 from moesched.runs.policy_errors import explained, is_policys
 from moesched.system.plain_text import plain_text
+from moesched.system.signal_origin import came_from_a_signal
 from moesched.system.signals import exit_code_of_signal, first_signal, interruption
 from moesched.system.standard_output import abandon, command_output
 from moesched.system.whole_file import path_refusal
@@ -63,7 +64,7 @@ def exit_code_of(
     """
     if WHOLE_TRACEBACK.get():
         traceback.print_exception(error, file=sys.stderr)
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and came_from_a_signal(error):  # others are a plug-in's, and failures
         return error.code if isinstance(error.code, int) else FAILED
     terminal_closed = isinstance(error, OSError) and first_signal() is not None
     if isinstance(error, KeyboardInterrupt) or terminal_closed:

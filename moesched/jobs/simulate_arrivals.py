@@ -16,7 +16,7 @@ from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.served_options import REQUESTS, ArrivalsOptions
 from moesched.jobs.service_trace import last_steps_of, span_of, write_service_trace
 from moesched.jobs.serving_plan import context_of, plan_serving, serving_job
-from moesched.jobs.simulate_model import require_context
+from moesched.jobs.simulate_model import OTHER_LENGTHS, require_context
 from moesched.jobs.trace_file import files_named
 from moesched.keywords import takes
 from moesched.models.layout import room_for
@@ -84,7 +84,8 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     scenario = find_scenario(given)
     requests = _requests(scenario, given)
     longest = max(requests, key=lambda request: request.most_tokens)
-    require_context([longest.prompt], longest.new_tokens, scenario.config)
+    remedy = OTHER_LENGTHS if _are_random(given) else f"shorten it in {given.arrivals}"
+    require_context([longest.prompt], longest.new_tokens, scenario.config, remedy)
     context = context_of(given.context, longest.most_tokens, scenario.config)
     job = serving_job(given, scenario.config, scenario.machine, nodes=given.nodes or 1)
     process = partial(assumed_process, job.machine)
@@ -137,7 +138,7 @@ def _require_servable(given: ServedScenarioOptions) -> None:
 
 def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]:
     assert given.arrivals is not None, "that was checked before"
-    if not str(given.arrivals).startswith(POISSON):
+    if not _are_random(given):
         path = Path(given.arrivals)
         if is_file(path):
             _refuse_other_lengths(given)
@@ -146,6 +147,10 @@ def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]
     new_tokens = workload.new_tokens[0] if given.gen is None else given.gen
     prompts = workload.lengths(given.requests or REQUESTS, given.seed)
     return random_arrivals(str(given.arrivals), prompts, new_tokens, given.seed)
+
+
+def _are_random(given: ServedScenarioOptions) -> bool:
+    return str(given.arrivals).startswith(POISSON)
 
 
 def _refuse_other_lengths(given: ServedScenarioOptions) -> None:

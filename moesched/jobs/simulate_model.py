@@ -56,6 +56,9 @@ from moesched.system.cells import PATIENCE_SECONDS
 from moesched.system.logs import Log
 from moesched.system.own_loop import interruptible
 
+OTHER_LENGTHS = "lower --gen, or choose another workload"
+"""Remedy for requests of a workload that are longer than the model's context."""
+
 _log = Log(__name__)
 
 
@@ -229,11 +232,13 @@ def _simulate(
     return finished
 
 
-def require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:
+def require_context(
+    lengths: Sequence[int], new_tokens: int, config: ModelConfig, remedy: str = OTHER_LENGTHS
+) -> None:
     """Raise BadInput if the longest of the prompt `lengths` and the new tokens exceed the model's context."""
     longest = max(lengths)
     if longest + new_tokens > config.max_positions:
         raise BadInput(
             f"a prompt of {longest} tokens and {new_tokens} new ones are more than the context of {config.name}, "
-            f"{config.max_positions}: lower --gen, or choose another workload"
+            f"{config.max_positions}: {remedy}"
         )

@@ -27,6 +27,7 @@ from moesched.serving.places import Places
 from moesched.serving.request import Request
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
+from moesched.system.plain_text import shown
 from moesched.tasks import Phase, Task
 from moesched.trace.recording import WAIT
 from moesched.work import Demand, Work
@@ -235,8 +236,10 @@ class Serving:
             return
         order = self._admission.order(tuple(self._waiting.values()))
         if not isinstance(order, Sequence):
-            raise self._misplaced(f"is {order!r}")
+            raise self._misplaced(f"is {shown(order)}")
         for request in order:
+            if not isinstance(request, Request):
+                raise self._misplaced(f"has {shown(request)}, which is no request")
             if self._waiting.get(request.number) is not request:
                 raise self._misplaced(f"has request {request.number}, which does not wait, or has it twice")
             if not self._places.enter(request):

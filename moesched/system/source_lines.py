@@ -50,5 +50,8 @@ def is_pythons(file: str) -> bool:
 
 
 def is_a_librarys(file: str) -> bool:
-    """Test whether a source file, given by its path, belongs to Python or to an installed package."""
-    return is_pythons(file) or "site-packages" in file
+    """Test whether a source file, given by its path, belongs to Python or to an installed package.
+
+    Code that Cython compiled, as uvloop's, has a path without a folder of packages.
+    """
+    return is_pythons(file) or "site-packages" in file or file.endswith(".pyx")
