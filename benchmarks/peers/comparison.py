@@ -19,11 +19,11 @@ from benchmarks.peers.rounds import (
     undisturbed,
     wait_for_quiet,
 )
-from benchmarks.shared.limits import Buffer, limit_of, measured_flops, read_limit
+from benchmarks.shared.limits import limit_of, measured_flops
 from benchmarks.shared.memory_rate import at_one_rate
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.tensor_shapes import elements
-from moesched.models.tensors import count_active_weights, count_weights, global_shapes
+from moesched.models.tensors import count_active_weights, global_shapes
 from moesched.system.cores import usable_cores
 
 
@@ -68,13 +68,6 @@ class Work(NamedTuple):
     flops: float
 
 
-class Rates(NamedTuple):
-    """Bytes that the machine read per second in a round, and FLOP/s."""
-
-    read: float
-    flops_per_second: float
-
-
 def work_of(config: ModelConfig, case: Case, touched: Sequence[float]) -> dict[str, Work]:
     """The work of prefill and of a decode step in the middle.
 
@@ -107,22 +100,18 @@ def compare(
         PeerFailed: ours does not run.
     """
     contestants, cores = field.contestants(), usable_cores()
-    buffer = Buffer(count_weights(config) * ITEM_BYTES[config.dtype])
     results = Results()
     works: dict[Case, dict[str, Work]] = {}
-    machine: dict[Case, list[Rates]] = {case: [] for case in cases}
+    flops: dict[Case, list[float]] = {case: [] for case in cases}
     for number in range(rounds):
         for case in cases:
             request = case.request(config.vocabulary)
             if case not in works:
                 works[case] = work_of(config, case, warmed(field, contestants, ours, request))
-            nbytes = int(works[case]["decode" if "decode" in works[case] else "prefill"].nbytes)
             wait_for_quiet(field.patience)
-            before = read_limit([buffer.next(nbytes)], cores)
             results.run(field, turned(contestants, number), case.name, request)
-            read = max(before, read_limit([buffer.next(nbytes)], cores))
-            machine[case].append(Rates(read, measured_flops(cores)))
-            yield case.name, figures(case, works[case], machine[case], results, contestants, ours)
+            flops[case].append(measured_flops(cores))
+            yield case.name, figures(case, works[case], flops[case], results, contestants, ours)
 
 
 def warmed(field: Field, contestants: Sequence[Contestant], ours: str, request: Message) -> list[float]:
@@ -141,12 +130,15 @@ def warmed(field: Field, contestants: Sequence[Contestant], ours: str, request: 
 def figures(
     case: Case,
     work: dict[str, Work],
-    machine: Sequence[Rates],
+    flops: Sequence[float],
     results: Results,
     contestants: Sequence[Contestant],
     ours: str,
 ) -> dict[str, Any]:
-    """A case's rows: prefill and decode, with everybody's rates and shares of the limit, and equal tokens."""
+    """A case's rows: prefill and decode, with everybody's rates and shares of the limit, and equal tokens.
+
+    flops: what the processor did per second in each round.
+    """
     found: dict[str, Any] = {"failed": results.reasons(case.name), "equal_tokens": {}}
     answered = [(each, answers[0]) for each in contestants if (answers := results.answers(case.name, each))]
     mine = [answer for contestant, answer in answered if contestant.peer == ours]
@@ -154,7 +146,7 @@ def figures(
         if contestant.peer != ours and mine:
             found["equal_tokens"][contestant.name] = equal_tokens(mine[0]["tokens"], answer["tokens"])
     for phase, each in work.items():
-        found[phase] = phase_figures(case, phase, each, machine, results, contestants)
+        found[phase] = phase_figures(case, phase, each, flops, results, contestants)
     return found
 
 
@@ -162,18 +154,22 @@ def phase_figures(
     case: Case,
     phase: str,
     work: Work,
-    machine: Sequence[Rates],
+    flops: Sequence[float],
     results: Results,
     contestants: Sequence[Contestant],
 ) -> dict[str, Any]:
-    """Everybody's rate in prefill or decode, beside the limit of the same rounds."""
-    limits = [limit_of(work.nbytes, work.flops, *each) for each in machine]
+    """Everybody's rate in prefill or decode, beside the limit by the rate of memory around the same answers."""
     tokens = case.batch * (case.prompt if phase == "prefill" else 1)
-    rows = {}
+    rows, all_limits = {}, []
     for contestant in contestants:
         if answers := results.answers(case.name, contestant):
             seconds = [seconds_of(phase, answer) for answer in answers]
             kept = undisturbed(answers)
+            limits = [
+                limit_of(work.nbytes, work.flops, 1e9 * max(answer["memory_gbs"]), rate)
+                for answer, rate in zip(answers, flops, strict=True)
+            ]
+            all_limits += limits
             rows[contestant.name] = {
                 "peer": contestant.peer,
                 "tokens_per_second": spread([tokens / seconds[n] for n in kept]),
@@ -186,9 +182,9 @@ def phase_figures(
     return {
         "bytes": work.nbytes,
         "flops": work.flops,
-        "read_limit": median(limit.read for limit in limits),
-        "compute_limit": median(limit.compute for limit in limits),
-        "bound_by": limits[-1].bound_by,
+        "read_limit": median(limit.read for limit in all_limits),
+        "compute_limit": median(limit.compute for limit in all_limits),
+        "bound_by": all_limits[-1].bound_by,
         "contestants": rows,
     }
 
