@@ -115,6 +115,8 @@ class Benchmark:
         self._command = shlex.join(["python", "-m", self._module, *named])
         self._chosen, self._partial = options.only, options.only != self.parts
         self._named = options.out is not None
+        if self._is_unkept():
+            progress.print("only some parts are measured: nothing will be written (name a file with --out)")
         self.out = options.out or self.out
         self.imports, self._began = Imports(), time.time()
         self._before = _load_of(0.3)
@@ -130,6 +132,10 @@ class Benchmark:
         rows = {row["part"]: row for row in self.stored().get(key, [])} | {part: {"part": part, **found}}
         return [rows[part] for part in self.parts if part in rows]
 
+    def _is_unkept(self) -> bool:
+        """Whether the figures are of some parts, for which the result of all parts would be lost."""
+        return self._partial and not (self._named or self._keeps_parts)
+
     def write(self, figures: Result, out: Path | None = None, parts: Sequence[str] = ()) -> int:
         """Write figures, their claims and tables with the command, the machine, its load, the commit and the code.
 
@@ -139,8 +145,7 @@ class Benchmark:
 
         Returns: the exit code, 1 if a bar is missed.
         """
-        if self._partial and not (self._named or self._keeps_parts):
-            progress.print("only some parts were measured: nothing is written (name a file with --out)")
+        if self._is_unkept():
             return 0
         path = out or self.out
         older = stored(path)
