@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -225,9 +226,11 @@ def rewritten(path: Path) -> Iterator[list[Event]]:
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
     """Let the system refuse to write more than this many bytes to one file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, writes_none = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python would keep a module's bytecode that was cut off
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes_none
