@@ -1,5 +1,6 @@
 /* One row of x by coded rows of weights, included by coded.c after coded_formats.h where processors multiply bytes in
- * vectors of 512 bits: codes are multiplied as they are unpacked. A tile would be written to memory to be read once. */
+ * vectors of 512 bits: codes are multiplied as they are unpacked, or as they lie. A tile would be written to memory to be
+ * read once. */
 
 /* Codes of a group, four in each lane of `words` vectors, times the pieces of a row of x. */
 INLINE Ints ISA(row_sum)(const Words *codes, const char *pieces, const int words, int32_t offset) {
