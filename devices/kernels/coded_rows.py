@@ -38,7 +38,6 @@ class CodedProduct(CodedKernel):
         return super().refusal(case) if case.device == "cpu" else "it is for the CPU"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(_product, coded_linear, weights["matrix"])
 
 
@@ -54,7 +53,6 @@ class UnpackedProduct(CodedKernel):
         return "it is for GPUs" if case.device == "cpu" else super().refusal(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(_product, unpacked_linear, weights["matrix"])
 
 
@@ -73,11 +71,6 @@ class CodedEmbed(CodedKernel, TorchEmbed):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
-
-        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache, which only
-        Triton kernels read.
-        """
         return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
 
 

@@ -27,7 +27,6 @@ class ExpertOfProducts(TorchKernel):
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
         made_for = lru_cache(MOST_SIZES)(partial(self._made_for, case, weights))
         return partial(_run, made_for)
 

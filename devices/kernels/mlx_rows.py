@@ -44,11 +44,6 @@ class MlxEmbed(MlxKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
-
-        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache, which only
-        Triton kernels read.
-        """
         return partial(self._embed, weights["embedding"][0])
 
     def _embed(
@@ -64,11 +59,6 @@ class MlxAttentionInputs(MlxKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
-
-        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
-        and sines from the operation embed.
-        """
         assert case.layer is not None, "it is in a layer"
         names = ("attention_norm", "qkv", "q_norm", "k_norm")
         arrays = {name: weights[name] for name in names if name in weights}
@@ -83,11 +73,6 @@ class MlxAttention(MlxKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the function (qkv, cached, step) -> attended_TX: stores keys and values and attends over the cache.
-
-        qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
-        the cache. X: heads times head size.
-        """
         assert case.layer is not None, "it is in a layer"
         return partial(_attend, case.layer.grouped.window)
 
@@ -103,7 +88,6 @@ class MlxOutputProjection(MlxKernel):
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function (attended_TX, residual_TD) -> hidden_TD: the output projection plus the residual."""
         return partial(_project_output, weights["o"])
 
 
@@ -117,7 +101,6 @@ class MlxRoute(MlxKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function (hidden_TD) -> `RouterOutput`: normalises tokens, and chooses each token's experts."""
         assert case.layer is not None, "it is in a layer"
         network, config = case.layer.feed_forward, self._config
         norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
@@ -158,10 +141,6 @@ class GatheredExperts(MlxKernel):
         return _not_gathered(case)
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that runs the experts of a stack on n rows: (x_nD, rows) -> y_nD.
-
-        rows: a `Rows`, which has the expert of each row of x; rows are sorted by expert.
-        """
         return partial(functions.gathered_experts, _stack(weights))
 
 
@@ -177,10 +156,6 @@ class ExpertsOneByOne(MlxKernel):
     name = "mlx one by one"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that runs the experts of a stack on n rows: (x_nD, rows) -> y_nD.
-
-        rows: a `Rows`, which has the expert of each row of x; rows are sorted by expert.
-        """
         return partial(functions.experts_one_by_one, _stack(weights))
 
 
@@ -196,12 +171,6 @@ class MlxCombine(MlxKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
-
-        y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
-        weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
-        residual.
-        """
         return functions.combine
 
 
@@ -216,12 +185,6 @@ class MlxMoELayer(MlxKernel):
         return _not_gathered(case) if STACK in case.formats else "it takes experts in one stack"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function of a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None.
-
-        The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
-        weighted sum. experts_Tk: each token's experts. The last result is None, as the host does not know the experts'
-        numbers of rows.
-        """
         assert weights.stack is not None, "the case has the format STACK"
         project, route = (
             self._table.bind(self._part(case, name, weights), weights)
@@ -250,10 +213,6 @@ class MlxLogits(MlxKernel):
     operation = "logits"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
-
-        rows: indices of the S rows of hidden_TD whose logits are wanted.
-        """
         return partial(self._logits, weights["final_norm"][0], weights["lm_head"])
 
     def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: Sequence[int]) -> Array:

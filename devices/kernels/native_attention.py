@@ -48,11 +48,6 @@ class NativeDecodeAttention(NativeAttentionKernel):
         return "" if case.decodes else "it takes one new token for each sequence"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (qkv, cached, step) -> attended_TX: stores keys and values and attends over the cache.
-
-        qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
-        the cache. X: heads times head size.
-        """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         attended_TX = memory.tensor("attended", memory.rows, attention.attended_width, dtype=self._dtype)
@@ -107,10 +102,6 @@ class NativePromptAttention(NativeAttentionKernel):
         return refuses_prompts(self._threads.instruction_set, *heads)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (q_THd, views) -> attended_TX: attends from T new tokens over views of keys and values.
-
-        views: the keys and values of sequences, new tokens included. X: heads times head size.
-        """
         assert case.layer is not None, "it is in a layer"
         attention, sinks_H = case.layer.grouped, sinks_of(weights)
         attend = self._attention.attend_prompts

@@ -24,11 +24,6 @@ class NativeEmbed(NativeMemoryKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
-
-        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache, which only
-        Triton kernels read.
-        """
         attention = self._config.attention
         turning = attention.rotary.turning(attention.head_dim)
         hidden_TD = hidden_states(memory, self._config)
@@ -80,10 +75,6 @@ class NativeLogits(NativeKernel):
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
-
-        rows: indices of the S rows of hidden_TD whose logits are wanted.
-        """
         return partial(_logits, self._threads, weights.arguments(Head, self._prepare.head))
 
 
@@ -99,11 +90,6 @@ class NativeGreedy(NativeMemoryKernel):
     operation = "greedy"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that computes logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens.
-
-        rows: indices of the S rows of hidden_TD whose logits are wanted. tokens: the likeliest token of each row; -1
-        where its logits are not finite.
-        """
         return _Greedy(self._threads, weights.arguments(Head, self._prepare.head))
 
 

@@ -20,7 +20,6 @@ class NativeExpert(NativeKernel):
         return super().refusal(case) or unknown_experts(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
         assert case.layer is not None, "it is in a layer"
         network, held = case.layer.feed_forward, Held()
         blocks = weights["gate_up" if "gate_up" in weights else "gate"]

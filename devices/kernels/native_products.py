@@ -24,7 +24,6 @@ class NativeProduct(NativeKernel):
         return super().refusal(case) or ("it reads row blocks in one format" if several else "")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 
@@ -50,7 +49,6 @@ class NativeColumns(ByColumns, NativeProduct):
     """Multiplies a few rows of bfloat16 by a matrix that is stored transposed."""
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(self._threads.linear_by_columns, blocks=weights["matrix"])
 
 

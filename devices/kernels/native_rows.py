@@ -31,11 +31,6 @@ class NativeAttentionInputs(NativeMemoryKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
-
-        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
-        and sines from the operation embed.
-        """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         queries, keys, values = (
@@ -83,7 +78,6 @@ class NativeRoute(NativeMemoryKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (hidden_TD) -> `RouterOutput`: normalises tokens, and chooses each token's experts."""
         assert case.layer is not None, "it is in a layer"
         choices = choices_in(memory, self._config.hidden, case.layer.feed_forward)
         layer = weights.arguments(Layer, self._prepare.layer)
@@ -107,12 +101,6 @@ class NativeCombine(NativeMemoryKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: Workspace) -> Bound:
-        """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
-
-        y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
-        weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
-        residual; it may overwrite the residual.
-        """
         return partial(_combine, hidden_states(memory, self._config))
 
 
@@ -146,12 +134,6 @@ class NativeMoELayer(NativeMemoryKernel):
         return super().refusal(case) or unknown_experts(case)
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function of a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts.
-
-        The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
-        weighted sum. experts_Tk: each token's experts. counts: the number of rows of each expert that has any, by
-        expert.
-        """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         hidden_TD, choices = (

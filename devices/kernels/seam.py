@@ -68,6 +68,7 @@ class Operation(NamedTuple):
 
 
 _OPERATIONS = (
+    # ids, positions: of each token. steps: the tokens' places in each KV cache, which only Triton's kernels read.
     Operation(
         "embed",
         "embeddings of tokens, and the angles of the rotary embedding",
@@ -75,6 +76,7 @@ _OPERATIONS = (
         "(ids, positions, steps) -> hidden_TD, (cosines, sines)",
         "embedding (V, D)",
     ),
+    # angles: the second result of `embed`.
     Operation(
         "attention_inputs",
         "norm, projection and rotation",
@@ -82,6 +84,7 @@ _OPERATIONS = (
         "(hidden_TD, angles) -> (q_THd, k_TKd, v_TKd)",
         "attention_norm (D), qkv (Hd + 2Kd, D); of some models q_norm, k_norm (d or all), q_bias, k_bias, v_bias",
     ),
+    # cached: the KV cache of a layer. step: the places of the new tokens in the cache. X: heads times head size.
     Operation(
         "attention",
         "new keys and values into the KV cache, and attention over it",
@@ -89,6 +92,7 @@ _OPERATIONS = (
         "((q_THd, k_TKd, v_TKd), cached, step) -> attended_TX",
         "of some models sinks (H)",
     ),
+    # views: the keys and values of sequences, those of their new tokens included.
     Operation(
         "prompt_attention",
         "attention of new tokens over views of keys and values",
@@ -103,6 +107,7 @@ _OPERATIONS = (
         "(attended_TX, residual_TD) -> hidden_TD",
         "o (D, X); of some models o_bias (D)",
     ),
+    # The results are a `RouterOutput`.
     Operation(
         "route",
         "norm, router and the choice of experts",
@@ -110,6 +115,7 @@ _OPERATIONS = (
         "(hidden_TD) -> x_TD, experts_Tk, weights_Tk, logits_TE",
         "ffn_norm (D), router (E, D); of some models router_bias (E)",
     ),
+    # Writes the outputs of n rows x to y.
     Operation(
         "expert",
         "one expert on some rows",
@@ -117,6 +123,7 @@ _OPERATIONS = (
         "(x_nD, y_nD) -> None",
         "gate, up (I, D), down (D, I); of some models gate_up (2I, D) instead of gate and up, and biases",
     ),
+    # rows: the expert of each row of x, in any form that the device's kernels share.
     Operation(
         "experts",
         "experts of one stack, on rows in the order of the experts",
@@ -125,12 +132,15 @@ _OPERATIONS = (
         "gate, up (E, D, I), down (E, I, D)",
         parts=("expert",),
     ),
+    # y: outputs of experts. rows: the row of y of each pair of a token and one of its k experts. weights: the router's.
+    # The residual may be overwritten.
     Operation(
         "combine",
         "weighted sum of the experts' outputs, and the residual",
         (),
         "(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD",
     ),
+    # experts: those of each token. counts: the rows of each expert that has any; None where the host knows none.
     Operation(
         "moe_layer",
         "all that follows attention",
@@ -147,6 +157,7 @@ _OPERATIONS = (
         "those of output_projection and route, and each expert's, such as experts.0.gate (I, D)",
         parts=("output_projection", "route", "expert", "combine"),
     ),
+    # rows: indices of the S rows of hidden_TD whose logits are wanted; they are float32.
     Operation(
         "logits",
         "last norm and LM head",
@@ -228,6 +239,8 @@ class Kernel(ABC):
     @abstractmethod
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
         """Return the function that computes a case with its weights; called only for cases that the kernel takes.
+
+        `Operation.call` has the function's arguments and results; `_OPERATIONS` says what they are.
 
         Args:
             weights: a mapping from names to lists of row blocks, top to bottom. `Operation.weights` has names and

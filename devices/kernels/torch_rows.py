@@ -72,11 +72,6 @@ class TorchEmbed(PlainKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
-
-        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache, which only
-        Triton kernels read.
-        """
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
@@ -99,11 +94,6 @@ class TorchAttentionInputs(TorchKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
-
-        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
-        and sines from the operation embed.
-        """
         names = ("attention_norm", "qkv", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
         tensors = {name: weights[name] for name in names if name in weights}
         product = self._product(case, weights.matrix("qkv"))
@@ -130,11 +120,6 @@ class TorchAttention(TorchKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (qkv, cached, step) -> attended_TX: stores keys and values and attends over the cache.
-
-        qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
-        the cache. X: heads times head size.
-        """
         attend = self._resources.table.bind(case._replace(operation="prompt_attention"), weights)
         return Inferring(partial(_attend_cached, attend))
 
@@ -151,10 +136,6 @@ class TorchPromptAttention(TorchKernel):
     operation = "prompt_attention"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (q_THd, views) -> attended_TX: attends from T new tokens over views of keys and values.
-
-        views: the keys and values of sequences, new tokens included. X: heads times head size.
-        """
         assert case.layer is not None, "it is in a layer"
         return partial(self._attend, case.layer.grouped, sinks_of(weights))
 
@@ -177,7 +158,6 @@ class TorchOutputProjection(TorchKernel):
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (attended_TX, residual_TD) -> hidden_TD: the output projection plus the residual."""
         assert case.layer is not None, "it is in a layer"
         size = self._config.hidden * case.layer.attention.attended_width
         product = functions.with_bias(self._product(case, weights.matrix("o")), weights.get("o_bias"))
@@ -194,7 +174,6 @@ class TorchRoute(TorchKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (hidden_TD) -> `RouterOutput`: normalises tokens, and chooses each token's experts."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         norm = partial(
@@ -242,7 +221,6 @@ class TorchExpert(PlainKernel):
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
         return partial(_apply_expert, weights["gate"], weights["up"], weights["down"])
 
 
@@ -256,12 +234,6 @@ class TorchCombine(TorchKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
-
-        y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
-        weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
-        residual.
-        """
         return _combine
 
 
@@ -276,10 +248,6 @@ class TorchLogits(TorchKernel):
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
-
-        rows: indices of the S rows of hidden_TD whose logits are wanted.
-        """
         head = weights.matrix("lm_head")
         inner = case._replace(operation="product", formats=head.formats(OPERATIONS["product"]))
         shares = self._resources.team is not None and not self._resources.table.require(inner).has_threads
@@ -330,11 +298,6 @@ class TorchGreedy(TorchKernel):
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:
-        """Return the function that computes logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens.
-
-        rows: indices of the S rows of hidden_TD whose logits are wanted. tokens: the likeliest token of each row; -1
-        where its logits are not finite.
-        """
         inner = case._replace(operation="logits")
         return Inferring(partial(_likeliest, self._resources.table.bind(inner, weights, memory)))
 
@@ -350,7 +313,6 @@ class TorchProduct(PlainKernel):
     operation = "product"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function (x_TD) -> y_TN that multiplies T rows by `weights["matrix"]`, a matrix (N, D)."""
         return partial(linear, blocks=weights["matrix"])
 
 

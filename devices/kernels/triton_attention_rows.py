@@ -38,11 +38,6 @@ class TritonAttentionInputs(TritonKernel):
         return super().refusal(case) or next((reason for reason, true in refusals.items() if true), "")
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
-
-        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
-        and sines from the operation embed.
-        """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         normed = self._normed(weights["attention_norm"][0], case.rows, memory)
@@ -73,11 +68,6 @@ class TritonAttention(TritonKernel):
         self._bind = resources.table.bind
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (qkv, cached, step) -> attended_TX: stores keys and values and attends over the cache.
-
-        qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
-        the cache. X: heads times head size.
-        """
         return self._decode_step(case, memory) if case.decodes else self._prompts(case, weights, memory)
 
     def _prompts(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
@@ -154,10 +144,6 @@ class TritonPromptAttention(TritonKernel):
     uses_memory = False
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the function (q_THd, views) -> attended_TX: attends from T new tokens over views of keys and values.
-
-        views: the keys and values of sequences, new tokens included. X: heads times head size.
-        """
         assert case.layer is not None, "it is in a layer"
         return partial(self._attend, case.layer.grouped.window or operators.UNLIMITED)
 

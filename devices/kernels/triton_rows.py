@@ -53,11 +53,6 @@ class TritonEmbed(TritonKernel):
         return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines): embeddings and rotary angles.
-
-        ids, positions: the id and the position of each token. steps: the tokens' places in each KV cache; the function
-        copies these to the GPU.
-        """
         attention = self._config.attention
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
         shape = case.rows, 1, attention.rotary.turning(attention.head_dim)
@@ -102,7 +97,6 @@ class TritonOutputProjection(TritonKernel):
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (attended_TX, residual_TD) -> hidden_TD: the output projection plus the residual."""
         matrix = self._matrix(weights["o"])
         out_TD = self._result(memory, "projected", case.rows, self._config.hidden)
 
@@ -133,7 +127,6 @@ class TritonRoute(TritonKernel):
         return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function (hidden_TD) -> `RouterOutput`: normalises tokens, and chooses each token's experts."""
         assert case.layer is not None, "it is in a layer"
         network, rows = case.layer.feed_forward, case.rows
         norm_D, matrix = weights["ffn_norm"][0], self._matrix(weights["router"])
@@ -159,7 +152,6 @@ class TritonExpert(TritonKernel):
     uses_memory = False
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
         intermediate = sum(map(len, weights["gate"]))
         gate, up, down = (self._matrix(weights[part]) for part in EXPERT_PARTS)
 
@@ -178,12 +170,6 @@ class TritonCombine(TritonKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: Workspace) -> Bound:
-        """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
-
-        y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
-        weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
-        residual.
-        """
         out_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
 
         def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
@@ -214,12 +200,6 @@ class TritonMoELayer(TritonKernel):
         return self._route.refusal(case) or shared
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function of a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, gated_nI.
-
-        The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
-        weighted sum. experts_Tk: each token's experts. gated_nI: the experts' activations in `TritonObservedLayer`,
-        otherwise None.
-        """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         # Copied to the host when later layers may have run.
@@ -303,10 +283,6 @@ class TritonLogits(TritonKernel):
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
-
-        rows: indices of the S rows of hidden_TD whose logits are wanted.
-        """
         return partial(self._on_rows, self._captured(self._logits(case, weights, memory), memory))
 
     def _logits(self, case: Case, weights: Weights, memory: Workspace) -> Callable[[Tensor], Tensor]:
@@ -332,11 +308,6 @@ class TritonGreedy(TritonLogits):
     operation = "greedy"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that computes logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens.
-
-        rows: indices of the S rows of hidden_TD whose logits are wanted. tokens: the likeliest token of each row; -1
-        where its logits are not finite.
-        """
         logits = self._logits(case, weights, memory)
         tokens_S = self._result(memory, "tokens", case.rows, dtype=torch.int64)
 
