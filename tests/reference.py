@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,12 +16,6 @@ from moesched.models.layers import GroupedAttention
 from moesched.models.tensors import is_transposed
 
 Tensor = torch.Tensor
-Cut = Callable[[Tensor], list[Tensor]]
-
-
-def whole(weight: Tensor) -> list[Tensor]:
-    """A matrix as one block."""
-    return [weight]
 
 
 def cut_in_three(weight: Tensor) -> list[Tensor]:
@@ -43,22 +37,13 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor
 
 
 class Reference:
-    """A model whose every weight is in memory; each matrix is cut into row blocks by `cut`."""
+    """A model whose every weight is in memory."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32, cut: Cut = whole) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         checkpoint = open_checkpoint(directory)
         self.config = checkpoint.config
         self.dtype = dtype
         self.weights = read_weights(checkpoint, dtype)
-        self.blocks = {
-            name: self._cut(name, cut) for name, weight in self.weights.items() if weight.dim() == 2
-        }
-
-    def _cut(self, name: str, cut: Cut) -> list[Tensor]:
-        weight = self.weights[name]
-        if is_transposed(self.config, name):
-            return [block.T for block in cut(weight.T)]
-        return cut(weight)
 
     def cache(self, blocks: int = 64, block_size: int = 4) -> BlockedKV:
         """An empty KV cache for this model, which keeps tokens that have left a window, too."""
@@ -75,8 +60,8 @@ class Reference:
         for layer in range(config.layers):
             hidden_TD = self.layer(layer, hidden_TD, cache, step, angles)
         last_SD = hidden_TD[step.last]
-        head = self.blocks["embedding" if config.tied_embeddings else "lm_head"]
-        return functions.lm_head(last_SD, self.weights["final_norm"], head, config.norm_eps, config.norm)
+        head = self.weights["embedding" if config.tied_embeddings else "lm_head"]
+        return functions.lm_head(last_SD, self.weights["final_norm"], [head], config.norm_eps, config.norm)
 
     def layer(
         self, layer: int, hidden_TD: Tensor, cache: BlockedKV, step: KVStep, angles: tuple[Tensor, Tensor]
@@ -88,23 +73,23 @@ class Reference:
         q_THd, k_TKd, v_TKd = qkv_functions.project_qkv(hidden_TD, weights, angles, config, attention)
         views = cache.at(layer).extended(step, k_TKd, v_TKd)
         attended_TX = attention_functions.attention(q_THd, views, attention.window)
-        hidden_TD = functions.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
+        hidden_TD = functions.output_projection(attended_TX, [self.weights[prefix + "o"]], hidden_TD)
         x_TD = functions.norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm)
         if network.experts == 1:
             return hidden_TD + self.expert(layer, 0, x_TD)
         return self.experts(layer, x_TD, hidden_TD)
 
     def attention_weights(self, prefix: str, attention: GroupedAttention) -> dict[str, list[Tensor]]:
-        """The row blocks of a layer's projections, and its norms."""
+        """A layer's projections and its norms."""
         norms = ("attention_norm", "q_norm", "k_norm") if attention.qk_norm else ("attention_norm",)
-        qkv = [block for name in "qkv" for block in self.blocks[prefix + name]]
+        qkv = [self.weights[prefix + name] for name in "qkv"]
         return {"qkv": qkv, **{name: [self.weights[prefix + name]] for name in norms}}
 
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""
         network = self.config.layer(layer).feed_forward
         experts_Tk, weights_Tk = expert_functions.route(
-            x_TD, {"router": self.blocks[f"layers.{layer}.router"]}, network
+            x_TD, {"router": [self.weights[f"layers.{layer}.router"]]}, network
         )
         tokens_n, rows_Tk = expert_functions.sorted_by_expert(experts_Tk)
         counts = experts_Tk.flatten().bincount(minlength=network.experts).tolist()
@@ -121,8 +106,8 @@ class Reference:
     def expert(self, layer: int, expert: int, x_nD: Tensor) -> Tensor:
         """One expert's FFN."""
         prefix = f"layers.{layer}.experts.{expert}."
-        gate, up, down = (self.blocks[prefix + part] for part in ("gate", "up", "down"))
-        return expert_ffn(x_nD, gate, up, down)
+        gate, up, down = (self.weights[prefix + part] for part in ("gate", "up", "down"))
+        return expert_ffn(x_nD, [gate], [up], [down])
 
 
 def decisive_tokens(directory: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:

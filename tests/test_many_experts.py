@@ -1,4 +1,4 @@
-"""Qwen3-MoE, OLMoE and DBRX: equal to Hugging Face's, read from its files, refused where out of the ordinary."""
+"""Models with many experts: equal to Hugging Face's, read from its files, refused where out of the ordinary."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from benchmarks.shared.random_models import (
     random_gpt_oss,
     random_granite,
     random_minimax,
+    random_mixtral,
     random_olmoe,
     random_qwen,
 )
@@ -72,10 +73,18 @@ SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe
 # ---------------------------------------------------------------- Hugging Face
 
 
-FAMILIES = [random_qwen, random_olmoe, random_dbrx, random_minimax, random_gpt_oss, random_granite]
+FAMILIES = [
+    random_qwen,
+    random_olmoe,
+    random_dbrx,
+    random_minimax,
+    random_gpt_oss,
+    random_granite,
+    random_mixtral,
+]
 
 
-@pytest.mark.parametrize(("seed", "make"), [*zip(range(12), cycle(FAMILIES))])
+@pytest.mark.parametrize(("seed", "make"), [*zip(range(14), cycle(FAMILIES))])
 def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_face(
     tmp_path: Path, make: Any, seed: int
 ) -> None:
@@ -114,7 +123,7 @@ def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path
     assert 0 < torch.cat(ours).mean() <= 2 * torch.cat(theirs).mean()
 
 
-@pytest.mark.parametrize("make", [qwen, olmoe])
+@pytest.mark.parametrize("make", [mixtral, qwen, olmoe])
 def test_experts_of_a_layer_in_one_tensor_are_the_same_weights(tmp_path: Path, make: Any) -> None:
     torch.manual_seed(2)
     model = make()

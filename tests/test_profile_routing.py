@@ -52,7 +52,7 @@ class WatchedReference(Reference):
 
     def experts(self, layer: int, x_TD: Any, residual_TD: Any) -> Any:
         chosen_Tk, _ = expert_functions.route(
-            x_TD, {"router": self.blocks[f"layers.{layer}.router"]}, self.config.routed
+            x_TD, {"router": [self.weights[f"layers.{layer}.router"]]}, self.config.routed
         )
         self.chosen.append(chosen_Tk.numpy())
         return super().experts(layer, x_TD, residual_TD)
@@ -296,8 +296,8 @@ class SiluReference(Reference):
     """Remembers what each layer's SiLU let through."""
 
     def expert(self, layer: int, expert: int, x_nD: Any) -> Any:
-        gate = self.blocks[f"layers.{layer}.experts.{expert}.gate"]
-        self.seen[layer].append(F.silu(linear(x_nD, gate)).flatten().numpy())
+        gate = self.weights[f"layers.{layer}.experts.{expert}.gate"]
+        self.seen[layer].append(F.silu(linear(x_nD, [gate])).flatten().numpy())
         return super().expert(layer, expert, x_nD)
 
     def values(self, prompts: list[list[int]]) -> list[Any]:
