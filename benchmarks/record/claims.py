@@ -46,8 +46,3 @@ def together(words: str, *claims: Claim) -> Claim:
         ", ".join(texts) for texts in zip(*[(each.figure, each.bar) for each in claims], strict=True)
     )
     return Claim(words, figures, bars, all(each.reached for each in claims))
-
-
-def times(ratio: float) -> str:
-    """A ratio in words."""
-    return f"{ratio:.2f}x"
