@@ -16,20 +16,23 @@ VOID = ("meta", "link", "br", "img", "input")
 
 
 class PageElements(HTMLParser):
-    """The elements of a page, with the text of those that are looked at.
+    """The elements of a page, all of which are closed, and their text.
 
     Attributes:
         elements: name and attributes of each.
         texts: the texts inside of elements, by name.
+        text: the whole text.
     """
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, list[str]] = {}
+        self.text = ""
         self.open: list[str] = []
         self.feed(page)
         self.close()
+        assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -40,6 +43,7 @@ class PageElements(HTMLParser):
         assert self.open.pop() == tag, "elements are nested"
 
     def handle_data(self, data: str) -> None:
+        self.text += data
         if self.open:
             self.texts.setdefault(self.open[-1], []).append(data)
 

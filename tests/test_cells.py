@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from moesched.report.timeline_drawing import timeline_drawing
 from moesched.steps.plan import Plan
 from moesched.trace import About, Recording
 from moesched.trace.chrome_reader import Trace
+from report_pages import PageElements
 from runs import FORTY_PERCENT, make_plan, virtual_run
 
 
@@ -31,28 +31,6 @@ class Values(NamedTuple):
     comparison: Comparison
     proposal: Proposal
     plan: Plan
-
-
-class Page(HTMLParser):
-    """The text and the elements of HTML; every element is closed."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[str] = []
-        self.text = ""
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.open.append(tag)
-        self.elements.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +76,14 @@ def test_every_value_is_html_with_what_matters_of_it(values: Values) -> None:
         (values.comparison, [values.comparison.reasons()[0]]),
     ]
     for value, texts in shown:
-        assert [text for text in texts if text not in Page(value._repr_html_()).text] == []
+        assert [text for text in texts if text not in PageElements(value._repr_html_()).text] == []
     for value in (report, trace):
-        assert "svg" in Page(value._repr_html_()).elements, "a timeline"
+        assert PageElements(value._repr_html_()).find("svg"), "a timeline"
 
 
 def test_a_report_shows_its_figures_and_its_busiest_lane(values: Values) -> None:
     report = replace(values.report, trace=None)
-    page = Page(report._repr_html_())
+    page = PageElements(report._repr_html_())
     busiest = max(report.lanes, key=lambda name: report.lanes[name].busy_seconds)
     assert f"{report.decode_tokens_per_second:,.1f} tokens/s" in page.text
     assert f"Busiest lane: {busiest}, " in page.text
@@ -121,8 +99,8 @@ def test_a_long_timeline_stays_small() -> None:
 
 def test_names_cannot_add_elements(values: Values) -> None:
     about = About(driver="virtual", policy="<script>alert(1)</script>")
-    page = Page(Trace(values.trace.recording, about)._repr_html_())
-    assert "script" not in page.elements
+    page = PageElements(Trace(values.trace.recording, about)._repr_html_())
+    assert not page.find("script")
     assert "<script>" in page.text
 
 

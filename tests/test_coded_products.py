@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -25,12 +22,6 @@ from small_models import SMALL
 
 Tensor = torch.Tensor
 INPUTS = 512
-
-
-@pytest.fixture
-def native(variant: str) -> Iterator[NativeKernels]:
-    with closing(NativeKernels(0, variant, threads=2)) as native:
-        yield native
 
 
 def inputs(rows: int, width: int = INPUTS, seed: int = 1) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -42,34 +41,28 @@ def random(rows: int, columns: int, seed: int = 1, scale: float = 1.0) -> Tensor
     return (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
 
 
-@pytest.fixture
-def kernel(variant: str) -> Iterator[NativeKernels]:
-    with closing(NativeKernels(1000, variant, threads=2)) as kernel:
-        yield kernel
-
-
 # Larger and smaller than what a thread takes at a time, a step, and a panel of x; whole numbers of them and not.
 SHAPES = [(256, 4096), (100, 600), (33, 45), (8, 9000), (1, 1), (130, 1031)]
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_a_product_is_right_and_a_row_has_the_same_bits_whatever_the_other_rows_and_the_row_blocks(
-    kernel: NativeKernels, outputs: int, inputs: int
+    native: NativeKernels, outputs: int, inputs: int
 ) -> None:
     """Rows of a group and of several, by one and by many more."""
     rows = 513 if outputs < 128 else MOST_ROWS + 1
     x_TD, weight_ND = random(rows, inputs), random(outputs, inputs, 2)
-    together = kernel.linear(x_TD, [weight_ND])
+    together = native.linear(x_TD, [weight_ND])
     exact_TN = x_TD.double() @ weight_ND.double().T
     assert ((together.double() - exact_TN).abs() <= exact_TN.abs() * 2**-8 + 1e-5 * inputs**0.5).all()
     for fewer in (*range(1, 18), 24, 31, 33, 63, 65, 96, 127, 128, 129, 200):
-        assert torch.equal(kernel.linear(x_TD[:fewer], [weight_ND]), together[:fewer])
-    assert torch.equal(kernel.linear(x_TD.flip(0), [weight_ND]), together.flip(0))
+        assert torch.equal(native.linear(x_TD[:fewer], [weight_ND]), together[:fewer])
+    assert torch.equal(native.linear(x_TD.flip(0), [weight_ND]), together.flip(0))
     for row in (0, 127, 128, rows - 1):
-        assert torch.equal(kernel.linear(x_TD[row : row + 1], [weight_ND])[0], together[row])
+        assert torch.equal(native.linear(x_TD[row : row + 1], [weight_ND])[0], together[row])
     for cuts in ([1], [5, 6, 40], [16, 32, 48, 64, 80, 96]):
         blocks = [each.clone() for each in weight_ND.tensor_split([cut for cut in cuts if cut < outputs])]
-        assert torch.equal(kernel.linear(x_TD[:7], blocks), together[:7])
+        assert torch.equal(native.linear(x_TD[:7], blocks), together[:7])
 
 
 def test_the_number_of_threads_does_not_show_in_the_bits(variant: str) -> None:
@@ -85,45 +78,45 @@ def test_the_number_of_threads_does_not_show_in_the_bits(variant: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 16, 32, 129, 513])
 @pytest.mark.parametrize(("hidden", "width"), [(96, 205), (33, 45), (512, 130)])
 def test_an_expert_is_as_close_to_exact_as_torch_is_and_gives_each_row_the_bits_that_it_has_alone(
-    kernel: NativeKernels, rows: int, hidden: int, width: int
+    native: NativeKernels, rows: int, hidden: int, width: int
 ) -> None:
     x_nD = random(rows, hidden)
     shapes = enumerate([(width, hidden), (width, hidden), (hidden, width)])
     gate, up, down = (random(*shape, seed, 0.1) for seed, shape in shapes)
     x, g, u, d = (each.double() for each in (x_nD, gate, up, down))
     exact = (F.silu(x @ g.T) * (x @ u.T)) @ d.T
-    ours = kernel.expert(x_nD, [gate], [up], [down])
+    ours = native.expert(x_nD, [gate], [up], [down])
     theirs = expert_ffn(x_nD, [gate], [up], [down]).double() - exact
     assert (ours.double() - exact).square().mean() <= theirs.square().mean() * 1.1
     for row in {0, min(rows, 128) - 1, min(rows, 129) - 1, rows - 1}:
-        assert torch.equal(kernel.expert(x_nD[row : row + 1], [gate], [up], [down])[0], ours[row])
+        assert torch.equal(native.expert(x_nD[row : row + 1], [gate], [up], [down])[0], ours[row])
 
 
-def test_nan_and_infinity_stay_what_they_are_and_a_gate_far_out_gives_no_nan(kernel: NativeKernels) -> None:
+def test_nan_and_infinity_stay_what_they_are_and_a_gate_far_out_gives_no_nan(native: NativeKernels) -> None:
     x_TD = torch.tensor([[torch.nan, 1.0], [torch.inf, 1.0], [1.0, 2.0]]).bfloat16()
     one, up = torch.eye(2).bfloat16(), torch.full((2, 2), 1e-3).bfloat16()
-    got = kernel.linear(x_TD, [one[:1] + 0.0, torch.ones(1, 2).bfloat16()])
+    got = native.linear(x_TD, [one[:1] + 0.0, torch.ones(1, 2).bfloat16()])
     assert got[0].isnan().all()
     assert got[1, 1].isinf()
     assert got[2].tolist() == [1.0, 3.0]
     x_nD = torch.tensor([[1000.0, -1000.0], [0.0, 1e15], [-1e30, 0.0]]).bfloat16()
     expected = F.silu(x_nD.double()) * (x_nD.double() @ up.double().T)
-    assert torch.allclose(kernel.expert(x_nD, [one], [up], [one]).double(), expected, rtol=0.01)
+    assert torch.allclose(native.expert(x_nD, [one], [up], [one]).double(), expected, rtol=0.01)
 
 
-def test_rows_of_x_may_lie_apart(kernel: NativeKernels) -> None:
+def test_rows_of_x_may_lie_apart(native: NativeKernels) -> None:
     weight_ND = random(40, 90, 2)
     for x_TD in (random(6, 200)[:, 7:97], random(90, 6).T):
-        assert torch.equal(kernel.linear(x_TD, [weight_ND]), kernel.linear(x_TD.contiguous(), [weight_ND]))
+        assert torch.equal(native.linear(x_TD, [weight_ND]), native.linear(x_TD.contiguous(), [weight_ND]))
 
 
-def test_several_lanes_may_call_at_once(kernel: NativeKernels) -> None:
+def test_several_lanes_may_call_at_once(native: NativeKernels) -> None:
     x_TD, weight_ND = random(3, 2048), random(900, 2048, 2)
-    expected = kernel.linear(x_TD, [weight_ND])
+    expected = native.linear(x_TD, [weight_ND])
     equal: list[bool] = []
 
     def call() -> None:
-        equal.extend(torch.equal(kernel.linear(x_TD, [weight_ND]), expected) for _ in range(50))
+        equal.extend(torch.equal(native.linear(x_TD, [weight_ND]), expected) for _ in range(50))
 
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:

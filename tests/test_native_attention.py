@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -27,12 +27,6 @@ TYPES = [torch.float32, torch.bfloat16]
 LENGTHS = (1, 15, 16, 17, 32, 33, 255, 256, 257, 300)
 SIZES = [(8, 2, 128), (4, 4, 32), (12, 1, 64), (9, 3, 80), (16, 2, 20), (5, 1, 33), (2, 1, 1)]
 """Numbers of heads and of key-value heads, and the size of a head."""
-
-
-@pytest.fixture
-def kernels(variant: str) -> Iterator[NativeKernels]:
-    with closing(NativeKernels(0, variant, threads=2)) as kernels:
-        yield kernels
 
 
 class Step(NamedTuple):
@@ -123,7 +117,7 @@ def assert_right(got: Tensor, expected: Tensor) -> None:
     ],
 )
 def test_attention_is_right_for_any_sizes_windows_and_lengths(
-    kernels: NativeKernels,
+    native: NativeKernels,
     lengths: Sequence[int],
     heads: int,
     kv_heads: int,
@@ -132,19 +126,19 @@ def test_attention_is_right_for_any_sizes_windows_and_lengths(
     dtype: torch.dtype,
 ) -> None:
     step = random_step(lengths, heads, kv_heads, size, dtype)
-    assert_right(attend(kernels, step, window), exact(step, window))
+    assert_right(attend(native, step, window), exact(step, window))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_sink_takes_its_share_of_the_weights(
-    kernels: NativeKernels, window: int | None, dtype: torch.dtype
+    native: NativeKernels, window: int | None, dtype: torch.dtype
 ) -> None:
     step = random_step([1, 99, 257, 400], 6, 2, 24, dtype)
     sinks_H = torch.tensor([-90.0, -1.0, 0.0, 2.0, 5.0, 90.0])
-    found = attend(kernels, step, window, sinks_H=sinks_H)
+    found = attend(native, step, window, sinks_H=sinks_H)
     assert_right(found, exact(step, window, sinks_H))
-    assert not found.equal(attend(kernels, step, window))
+    assert not found.equal(attend(native, step, window))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -164,7 +158,7 @@ def test_the_other_sequences_the_blocks_and_the_threads_do_not_show_in_the_bits(
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
 
-def test_sequences_may_share_blocks(kernels: NativeKernels) -> None:
+def test_sequences_may_share_blocks(native: NativeKernels) -> None:
     first = random_step([50], 4, 2, 16)
     other = random_step([50], 8, 2, 16)
     forked = Step(
@@ -179,13 +173,13 @@ def test_sequences_may_share_blocks(kernels: NativeKernels) -> None:
         half[4 * BLOCK : 4 * BLOCK + 1] = tokens[48:]  # the other one has a last block of its own
     blocks = SequencesInBlocks(array("q", [50, 50]), array("q", [0, 1, 2, 3, 0, 1, 2, 4]))
     cached = LayerAddresses(keys.data_ptr(), values.data_ptr(), BLOCK)
-    got = NativeAttention(kernels).attend(forked.q_SHd, forked.k_SKd, forked.v_SKd, cached, blocks)
-    assert torch.equal(got, attend(kernels, forked))
+    got = NativeAttention(native).attend(forked.q_SHd, forked.k_SKd, forked.v_SKd, cached, blocks)
+    assert torch.equal(got, attend(native, forked))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_it_stores_the_new_tokens_where_the_cache_appends_them(
-    kernels: NativeKernels, dtype: torch.dtype
+    native: NativeKernels, dtype: torch.dtype
 ) -> None:
     config = SMALL.varied(layers=3, heads=4, kv_heads=2, head_dim=12)
     caches = [BlockedKV(config, 9, block_size=4, dtype=dtype) for _ in range(2)]
@@ -198,32 +192,32 @@ def test_it_stores_the_new_tokens_where_the_cache_appends_them(
     appended, attended = caches
     appended.append(1, appended.extend([0, 1], [1, 1]), step.k_SKd, step.v_SKd)
     in_blocks = attended.extend([0, 1], [1, 1]).in_blocks
-    NativeAttention(kernels).attend(step.q_SHd, step.k_SKd, step.v_SKd, attended.layer(1), in_blocks)
+    NativeAttention(native).attend(step.q_SHd, step.k_SKd, step.v_SKd, attended.layer(1), in_blocks)
     assert torch.equal(attended.slots, appended.slots)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("scale", [1e4, 1e-30])
-def test_scores_far_out_give_no_nan(kernels: NativeKernels, scale: float, dtype: torch.dtype) -> None:
+def test_scores_far_out_give_no_nan(native: NativeKernels, scale: float, dtype: torch.dtype) -> None:
     step = random_step([400], 4, 1, 16, dtype)
     step = step._replace(q_SHd=step.q_SHd * scale)
-    assert_right(attend(kernels, step), exact(step))
+    assert_right(attend(native, step), exact(step))
 
 
 @pytest.mark.parametrize("rise", [0.02, 0.4, 3.0])
-def test_scores_may_rise_from_token_to_token(kernels: NativeKernels, rise: float) -> None:
+def test_scores_may_rise_from_token_to_token(native: NativeKernels, rise: float) -> None:
     step = random_step([400], 8, 1, 16, torch.bfloat16)
     keys, values = step.past[0]
     rising = torch.arange(len(keys))[:, None, None] * rise * 4 / step.q_SHd[0, 0, 0]
     step = step._replace(past=[(torch.cat((rising.bfloat16(), keys[..., 1:]), 2), values)])
-    assert_right(attend(kernels, step), exact(step))
+    assert_right(attend(native, step), exact(step))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_nan_stays_in_its_sequence_and_head(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_a_nan_stays_in_its_sequence_and_head(native: NativeKernels, dtype: torch.dtype) -> None:
     step = random_step([400, 400], 4, 1, 16, dtype)
     step.q_SHd[1, 2] = torch.nan
-    got = attend(kernels, step).view(2, 4, 16)
+    got = attend(native, step).view(2, 4, 16)
     assert got[1, 2].isnan().all()
     assert got.isnan().sum() == 16
 
