@@ -41,7 +41,7 @@ class RowByRow(Kernel):
             return f"it takes up to {MOST_ROWS} rows"
         if case.dtype != "float32" or case.device != "cpu":
             return "it computes in float32 on a CPU"
-        if case.layer is None or not case.layer.feed_forward.is_usual:
+        if not case.network.is_usual:
             return "it runs experts of three matrices"
         return "" if case.formats <= {ROWS} else "it reads matrices in plain rows"
 

@@ -147,8 +147,7 @@ class Router(Narrow):
     first = 1000
 
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
-        assert case.layer is not None
-        network = case.layer.feed_forward
+        network = case.network
 
         def run(hidden_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
             experts_Tk = torch.arange(self.first, self.first + network.top_k).repeat(len(hidden_TD), 1)

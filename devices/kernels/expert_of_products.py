@@ -33,11 +33,10 @@ class ExpertOfProducts(TorchKernel):
     def _made_for(self, case: Case, weights: Weights, rows: int) -> Product:
         """Return the function that runs the expert on inputs (rows, D), made of product kernels for `rows` rows."""
         case = case._replace(rows=rows)
-        assert case.layer is not None, "it is in a layer"
         products = {
             name: self._product(case, weights.matrix(name)) for name in EXPERT_MATRICES if name in weights
         }
-        return expert_of(products, weights, case.layer.feed_forward.activation)
+        return expert_of(products, weights, case.network.activation)
 
 
 def _run(made_for: Callable[[int], Product], x_nD: Tensor, y_nD: Tensor) -> None:

@@ -59,12 +59,9 @@ class MlxAttentionInputs(MlxKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
         names = ("attention_norm", "qkv", "q_norm", "k_norm")
         arrays = {name: weights[name] for name in names if name in weights}
-        return partial(
-            functions.project_qkv, weights=arrays, config=self._config, attention=case.layer.grouped
-        )
+        return partial(functions.project_qkv, weights=arrays, config=self._config, attention=case.attention)
 
 
 class MlxAttention(MlxKernel):
@@ -73,8 +70,7 @@ class MlxAttention(MlxKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        return partial(_attend, case.layer.grouped.window)
+        return partial(_attend, case.attention.window)
 
 
 def _attend(window: int | None, qkv: tuple[Array, Array, Array], cached: Any, step: Any) -> Array:
@@ -101,8 +97,7 @@ class MlxRoute(MlxKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        network, config = case.layer.feed_forward, self._config
+        network, config = case.network, self._config
         norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
         if network.experts == 1:
             return partial(_route_to_one, norm)

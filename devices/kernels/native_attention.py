@@ -48,8 +48,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
         return "" if case.decodes else "it takes one new token for each sequence"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
+        attention = case.attention
         attended_TX = memory.tensor("attended", memory.rows, attention.attended_width, dtype=self._dtype)
         prepared = partial(self._attention.prepared, sinks_H=sinks_of(weights), scale=attention.scale)
         return _Attention(prepared, attended_TX).attend
@@ -96,14 +95,12 @@ class NativePromptAttention(NativeAttentionKernel):
             return "it is for the CPU"
         if case.dtype != "bfloat16":
             return "it attends in bfloat16"
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
+        attention = case.attention
         heads = attention.heads, attention.kv_heads, attention.head_dim
         return refuses_prompts(self._threads.instruction_set, *heads)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        attention, sinks_H = case.layer.grouped, sinks_of(weights)
+        attention, sinks_H = case.attention, sinks_of(weights)
         attend = self._attention.attend_prompts
         return partial(attend, window=attention.window, sinks_H=sinks_H, scale=attention.scale)
 

@@ -20,8 +20,7 @@ class NativeExpert(NativeKernel):
         return super().refusal(case) or unknown_experts(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        network, held = case.layer.feed_forward, Held()
+        network, held = case.network, Held()
         blocks = weights["gate_up" if "gate_up" in weights else "gate"]
         outputs = len(blocks[0]) if lies_transposed(weights) else sum(map(len, blocks))
         expert = OneExpert(
@@ -39,15 +38,13 @@ class NativeExpertByColumns(ByColumns, NativeExpert):
 
     def refusal(self, case: Case) -> str:
         """Return why a case is refused: no limited activation, or a reason of a base; else empty."""
-        assert case.layer is not None, "it is in a layer"
-        limited = case.layer.feed_forward.activation.limit is not None
+        limited = case.network.activation.limit is not None
         return super().refusal(case) or ("" if limited else "it runs experts with a limited activation")
 
 
 def unknown_experts(case: Case) -> str:
     """Return why C lacks the experts of a case's layer; empty if it has them."""
-    assert case.layer is not None, "it is in a layer"
-    network = case.layer.feed_forward
+    network = case.network
     known = network.is_usual or network.activation.limit is not None
     return "" if known else "it runs experts of three matrices, or with a limited activation"
 

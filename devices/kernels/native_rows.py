@@ -31,8 +31,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
+        attention = case.attention
         queries, keys, values = (
             memory.tensor(name, memory.rows, heads, attention.head_dim, dtype=BFLOAT16)
             for name, heads in (
@@ -78,8 +77,7 @@ class NativeRoute(NativeMemoryKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        choices = choices_in(memory, self._config.hidden, case.layer.feed_forward)
+        choices = choices_in(memory, self._config.hidden, case.network)
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.output_weights = memory.rows, None
         scores_TE = _write_choices(layer, choices, memory, case)
@@ -123,8 +121,7 @@ class NativeMoELayer(NativeMemoryKernel):
 
         Matrices of experts with a limited activation may be stored transposed, where rows are few.
         """
-        assert case.layer is not None, "it is in a layer"
-        network = case.layer.feed_forward
+        network = case.network
         if COLUMNS in case.formats:
             if network.is_usual or case.rows > MOST_COLUMN_ROWS:
                 return "torch multiplies by matrices that are stored transposed"
@@ -134,8 +131,7 @@ class NativeMoELayer(NativeMemoryKernel):
         return super().refusal(case) or unknown_experts(case)
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        network = case.layer.feed_forward
+        network = case.network
         hidden_TD, choices = (
             hidden_states(memory, self._config),
             choices_in(memory, self._config.hidden, network),
@@ -213,11 +209,10 @@ def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case:
 
     Returns memory for the scores of a sigmoid router, which C uses and the caller must keep; None for softmax.
     """
-    assert case.layer is not None, "it is in a layer"
     layer.x, layer.chosen, layer.weights, layer.logits = (
         each.data_ptr() for each in choices if each is not None
     )
-    network = case.layer.feed_forward
+    network = case.network
     if network.router.score == "softmax":
         return None
     scores_TE = memory.tensor("router scores", memory.rows, network.experts, dtype=torch.float32)

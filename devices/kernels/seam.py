@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moesched.models import stored_formats
-from moesched.models.layers import Layer
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import FeedForward
 
 Bound = Callable[..., Any]
 """A kernel bound to its weights and its memory: a function. Its next call may overwrite the results of the last."""
@@ -199,6 +200,18 @@ class Case(NamedTuple):
     device: str
     layer: Layer | None = None
     decodes: bool = False
+
+    @property
+    def attention(self) -> GroupedAttention:
+        """The attention of the layer; may be read only in a layer."""
+        assert self.layer is not None, "it is in a layer"
+        return self.layer.grouped
+
+    @property
+    def network(self) -> FeedForward:
+        """The feed-forward network of the layer; may be read only in a layer."""
+        assert self.layer is not None, "it is in a layer"
+        return self.layer.feed_forward
 
     def __str__(self) -> str:
         formats = f" by weights in {', '.join(sorted(self.formats))}" if self.formats else ""

@@ -97,8 +97,7 @@ class TorchAttentionInputs(TorchKernel):
         names = ("attention_norm", "qkv", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
         tensors = {name: weights[name] for name in names if name in weights}
         product = self._product(case, weights.matrix("qkv"))
-        assert case.layer is not None, "it is in a layer"
-        return Inferring(partial(self._project, case.layer.grouped, tensors, product))
+        return Inferring(partial(self._project, case.attention, tensors, product))
 
     def _project(
         self,
@@ -136,8 +135,7 @@ class TorchPromptAttention(TorchKernel):
     operation = "prompt_attention"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        return partial(self._attend, case.layer.grouped, sinks_of(weights))
+        return partial(self._attend, case.attention, sinks_of(weights))
 
     def _attend(
         self, attention: GroupedAttention, sinks_H: Tensor | None, q_THd: Tensor, views: Sequence[KVView]
@@ -158,8 +156,7 @@ class TorchOutputProjection(TorchKernel):
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        size = self._config.hidden * case.layer.attention.attended_width
+        size = self._config.hidden * case.attention.attended_width
         product = functions.with_bias(self._product(case, weights.matrix("o")), weights.get("o_bias"))
         return partial(self._project, size, product)
 
@@ -174,8 +171,7 @@ class TorchRoute(TorchKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        network = case.layer.feed_forward
+        network = case.network
         norm = partial(
             functions.norm,
             weight_D=weights["ffn_norm"][0],
@@ -216,8 +212,7 @@ class TorchExpert(PlainKernel):
 
     def refusal(self, case: Case) -> str:
         """Return the reason why quantised weights, or experts unlike three matrices with SiLU, are refused; else ""."""
-        assert case.layer is not None, "it is in a layer"
-        usual = case.layer.feed_forward.is_usual
+        usual = case.network.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:

@@ -28,8 +28,7 @@ class TritonAttentionInputs(TritonKernel):
 
         Refused are norms of whole projections, partial rotation, biases, and all that `TritonKernel` refuses.
         """
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
+        attention = case.attention
         refusals = {
             "it norms heads one by one": attention.qk_norm not in (None, "head"),
             "it rotates whole heads": attention.rotary.width is not None,
@@ -38,8 +37,7 @@ class TritonAttentionInputs(TritonKernel):
         return super().refusal(case) or next((reason for reason, true in refusals.items() if true), "")
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
+        attention = case.attention
         normed = self._normed(weights["attention_norm"][0], case.rows, memory)
         matrix = self._matrix(weights["qkv"])
         head_norms = [weights[name][0] for name in ("q_norm", "k_norm") if attention.qk_norm]
@@ -72,8 +70,7 @@ class TritonAttention(TritonKernel):
 
     def _prompts(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that `bind` returns, for any number of new tokens in each sequence."""
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
+        attention = case.attention
         window = attention.window or operators.UNLIMITED
         attended_TX = self._result(memory, "attended", case.rows, attention.attended_width)
         over_views = self._bind(case._replace(operation="prompt_attention"), weights)
@@ -94,8 +91,7 @@ class TritonAttention(TritonKernel):
 
     def _decode_step(self, case: Case, memory: Workspace) -> Bound:
         """Return the function that `bind` returns, for one new token in each sequence."""
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
+        attention = case.attention
         heads, head_dim = attention.heads, attention.head_dim
         window = attention.window or operators.UNLIMITED
         # Another layer may be in another cache, with another table.
@@ -144,8 +140,7 @@ class TritonPromptAttention(TritonKernel):
     uses_memory = False
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        return partial(self._attend, case.layer.grouped.window or operators.UNLIMITED)
+        return partial(self._attend, case.attention.window or operators.UNLIMITED)
 
     def _attend(self, window: int, q_THd: Tensor, views: Sequence[attention_functions.KVView]) -> Tensor:
         out_TX = q_THd.new_empty(len(q_THd), q_THd[0].numel())

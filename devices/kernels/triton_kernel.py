@@ -70,8 +70,7 @@ class TritonKernel(Kernel):
             return "it multiplies by no factors"
         widths = [self._config.hidden]
         if case.layer is not None:
-            network = case.layer.feed_forward
-            widths += case.layer.attention.attended_width, network.intermediate, network.shared
+            widths += case.attention.attended_width, case.network.intermediate, case.network.shared
         if any(width * DTYPES[case.dtype] % ALIGNED_BYTES for width in widths):
             return f"its rows are multiples of {ALIGNED_BYTES} bytes"
         return ""

@@ -118,8 +118,7 @@ class TritonRoute(TritonKernel):
         Refused are a layer with fewer than two experts, sigmoid scores, corrected scores, groups of experts, and all
         that `TritonKernel` refuses.
         """
-        assert case.layer is not None, "it is in a layer"
-        network = case.layer.feed_forward
+        network = case.network
         router = network.router
         plain = (
             network.experts > 1 and router.score == "softmax" and not router.corrected and router.groups == 1
@@ -127,8 +126,7 @@ class TritonRoute(TritonKernel):
         return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        network, rows = case.layer.feed_forward, case.rows
+        network, rows = case.network, case.rows
         norm_D, matrix = weights["ffn_norm"][0], self._matrix(weights["router"])
         routed = RouterOutput(
             self._result(memory, "normed", rows, self._config.hidden),
@@ -195,13 +193,11 @@ class TritonMoELayer(TritonKernel):
 
     def refusal(self, case: Case) -> str:
         """Return the reason why a case is refused: a shared expert, or a reason of `TritonRoute`; else empty."""
-        assert case.layer is not None, "it is in a layer"
-        shared = "it runs routed experts" if case.layer.feed_forward.shared else ""
+        shared = "it runs routed experts" if case.network.shared else ""
         return self._route.refusal(case) or shared
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        assert case.layer is not None, "it is in a layer"
-        network = case.layer.feed_forward
+        network = case.network
         # Copied to the host when later layers may have run.
         experts_Tk = self._result(
             Workspace(case.rows), "experts", case.rows, network.top_k, dtype=torch.int64
@@ -342,8 +338,7 @@ TRITON = (
 
 
 def _top_k(case: Case) -> int:
-    assert case.layer is not None, "it is in a layer"
-    return case.layer.feed_forward.top_k
+    return case.network.top_k
 
 
 def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
