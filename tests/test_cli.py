@@ -27,14 +27,15 @@ def test_the_version_is_printed(command: Any) -> None:
 
 
 def test_random_model_writes_a_model_that_runs(command: Any, tmp_path: Path) -> None:
-    said = command("random-model", "mixtral-0.8b", tmp_path / "m", "--layers", 1, "--seed", 3, "--json")
+    shape = "granite-3.0-1b-a400m"  # with small layers
+    said = command("random-model", shape, tmp_path / "m", "--layers", 1, "--seed", 3, "--json")
     assert said.json["directory"] == str(tmp_path / "m")
     assert said.json["layers"] == 1
     said = command(
         "run", tmp_path / "m", "--policy", "cgopipe", "--prompt-ids", "1", "--max-new-tokens", 1, "--json"
     )
     assert len(said.json["tokens"][0]) == 1
-    refused(command("random-model", "mixtral-0.8b", tmp_path / "m"), "exists already; remove it")
+    refused(command("random-model", shape, tmp_path / "m"), "exists already; remove it")
     refused(
         command("random-model", "mixtral-1b", tmp_path / "n"),
         "unknown model shape 'mixtral-1b': did you mean mixtral-8x7b[?] Otherwise choose one of",

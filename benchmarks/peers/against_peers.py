@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = BENCHMARK.parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # processes and caps end, too
     kept_model(MODEL)
-    found = {part: figures for part, figures in BENCHMARK.stored().items() if part in PARTS}
+    found = BENCHMARK.stored_parts()
     for part in options.only:
         progress.print(f"[bold]{part}[/bold]")
         try:

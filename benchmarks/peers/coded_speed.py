@@ -52,7 +52,7 @@ PARTS = (*TYPES, DISK)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the JSON after each format."""
     options = BENCHMARK.parse(arguments)
-    found = {name: figures for name, figures in BENCHMARK.stored().items() if name in PARTS}
+    found = BENCHMARK.stored_parts()
     for name in options.only:
         progress.print(f"[bold]{name}[/bold]")
         found[name] = disk_steps(options) if name == DISK else measured(name, options)

@@ -43,7 +43,7 @@ SHARE_BAR = 0.8
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the JSON after each model."""
     options = BENCHMARK.parse(arguments)
-    found = {name: figures for name, figures in BENCHMARK.stored().items() if name in EXPERTS}
+    found = BENCHMARK.stored_parts()
     for name in options.only:
         progress.print(f"[bold]{name}[/bold]")
         try:

@@ -127,6 +127,10 @@ class Benchmark:
         """The result that the file has; empty if there is none."""
         return stored(self.out)
 
+    def stored_parts(self) -> Result:
+        """The figures that the file has under the names of parts."""
+        return _of(self.stored(), self.parts)
+
     def joined(self, key: str, part: str, found: Result) -> list[Result]:
         """The rows under a key of the result, each of a part, with one measured anew, in the order of the parts."""
         rows = {row["part"]: row for row in self.stored().get(key, [])} | {part: {"part": part, **found}}

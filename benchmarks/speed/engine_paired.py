@@ -1,4 +1,5 @@
 """Compare the engine's speed with an older commit's, row by row and in turns.
+
 Each tree has a process, which measures a row when it is told to; the two take turns within a round, and the one that
 goes first changes from round to round. Both are started anew for every row and every five rounds. Both simulate the
 same graph: this tree's size of pages and its machine. A row's figure is the median over the rounds of (microseconds per

@@ -146,8 +146,7 @@ BENCHMARK = Benchmark(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print what came out, write the result."""
     options = BENCHMARK.parse(arguments)
-    stored = BENCHMARK.stored()
-    found: dict[str, Any] = {part: stored[part] for part in PARTS if part in stored}
+    found = BENCHMARK.stored_parts()
     best = instruction_sets()[0]
     sets = [name for name in instruction_sets() if name != "portable"]
     with torch.inference_mode():

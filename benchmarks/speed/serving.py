@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import moesched
 from benchmarks.record.benchmark import Benchmark, track
@@ -71,8 +71,7 @@ BENCHMARK = Benchmark(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and write the JSON after each part."""
     options = BENCHMARK.parse(arguments)
-    parts = (*WAYS, SIMULATED)
-    found: dict[str, Any] = {name: figures for name, figures in BENCHMARK.stored().items() if name in parts}
+    found = BENCHMARK.stored_parts()
     code = 0
     for name in options.only:
         found[name] = simulated() if name == SIMULATED else beside_a_batch(WAYS[name], options.rounds)
