@@ -21,7 +21,6 @@ from moesched.jobs.served_model import served_model
 from moesched.jobs.served_options import ServedOptions
 from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, require_plan, serving_job
 from moesched.machines import load_machine
-from moesched.models.layout import room_for
 from moesched.models.shapes import SHAPES
 from moesched.planner import plannable
 from moesched.runs.service_report import ServiceReport
@@ -39,7 +38,7 @@ def planned(policy: str = POLICY, context: int = 64, **more: Any) -> ServingPlan
     given = PlannedOptions(machine=T4, policy=policy, **more)
     job = serving_job(given, WIDE, T4)
     process = partial(assumed_process, T4)
-    return plan_serving(job, context, room_for, process, chooses=policy == POLICY)
+    return plan_serving(job, context, process, chooses=policy == POLICY)
 
 
 def burst(folder: Path, **more: Any) -> ServiceReport:
@@ -136,8 +135,8 @@ def test_memory_is_reserved_for_parts_of_prompts_and_not_for_the_longest() -> No
     machine, config = load_machine("m2-ultra"), SHAPES["mixtral-8x7b"]
     given = PlannedOptions(machine=machine, policy="resident", batch_size=4)
     job = serving_job(given, config, machine)
-    found = plan_serving(job, 32_768, room_for, partial(assumed_process, machine), chooses=False)
-    whole, _ = job.plan(replace(found.capacity, chunk=0).fullest(), room_for)
+    found = plan_serving(job, 32_768, partial(assumed_process, machine), chooses=False)
+    whole, _ = job.plan(replace(found.capacity, chunk=0).fullest())
     cut, long = (
         sum(each.nbytes for each in plan.reservations.of(plan.declared) if each.content == "buffers")
         for plan in (found.plan, whole)

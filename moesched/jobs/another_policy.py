@@ -5,7 +5,6 @@ from __future__ import annotations
 from moesched.analysis.helps import Help
 from moesched.jobs.job import Job
 from moesched.jobs.report import JobReport
-from moesched.models.layout import room_for
 from moesched.planner.rivals import faster_policy
 from moesched.requests.batch import Batch
 
@@ -18,7 +17,7 @@ def another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
     if job.beams > 1 or job.nodes > 1:
         return []
     rate = report.throughput_tokens_per_second
-    rival = faster_policy(job.setting(batch.prompts, batch.new_tokens, room_for), report.policy, rate)
+    rival = faster_policy(job.setting(batch.prompts, batch.new_tokens), report.policy, rate)
     if rival is None:
         return []
     sizes = f"--batch-size {rival.schedule.batch_size} --micro-batch-size {rival.schedule.micro_batch_size}"

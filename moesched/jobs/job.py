@@ -18,7 +18,7 @@ from moesched.jobs.options import PlannedOptions
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page, weight_layout
+from moesched.models.layout import Page, room_for, weight_layout
 from moesched.planner import KV_SHARE, Setting, splits_kv
 from moesched.planner.chunks import SMALLEST_CHUNK
 from moesched.planner.sizing import choose_sizes
@@ -26,6 +26,7 @@ from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.planning import as_used_by, plan_run
+from moesched.runs.ranks import Devices
 from moesched.seams import Device, Policy
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
@@ -44,6 +45,7 @@ class Job:
 
     Attributes:
         chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
+        slot_bytes: returns the bytes of memory that a page of weights takes: `room_for`, or what the devices say.
 
     Raises:
         BadInput: an option cannot be used.
@@ -64,6 +66,7 @@ class Job:
         self.beams = beams
         self.nodes = nodes
         self.chosen_at: float | None = None
+        self.slot_bytes: Callable[[Page], int] = room_for
         chosen = choose_policy(options.policy, options.settings)
         cut, self.machine, self.budgets = cut_over_ranks(
             config,
@@ -108,9 +111,10 @@ class Job:
         job.beams, job._sizes = beams, None
         return job
 
-    def use_device(self, device: Device) -> None:
-        """Make the job plan for this device; call this before `sizes` and `plan`."""
-        self.machine = as_used_by(device, self.machine)
+    def use_devices(self, devices: Devices) -> None:
+        """Make the job plan for these devices; call this before `sizes` and `plan`."""
+        self.machine = as_used_by(devices.first, self.machine)
+        self.slot_bytes = devices.slot_bytes
 
     def use_process(self, process: Process) -> None:
         """Set the process that runs the plans; the process's other bytes also count in its budget.
@@ -128,7 +132,6 @@ class Job:
         self,
         lengths: Sequence[int],
         new_tokens: int,
-        slot_bytes: Callable[[Page], int],
         *,
         successive: bool = True,
     ) -> BatchSizes:
@@ -136,13 +139,12 @@ class Job:
 
         Args:
             lengths: lengths of all prompts, in tokens.
-            slot_bytes: returns the bytes of memory that a page of weights takes.
             successive: whether all requests run, in successive batches, instead of one batch only.
 
         Raises:
             BadInput: not even one request fits.
         """
-        sizes = self._sizes or self._choose_sizes(lengths, new_tokens, slot_bytes, successive=successive)
+        sizes = self._sizes or self._choose_sizes(lengths, new_tokens, successive=successive)
         if sizes.kv_on_gpu is not None:
             self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
         return sizes
@@ -151,22 +153,20 @@ class Job:
         self,
         lengths: Sequence[int],
         new_tokens: int,
-        slot_bytes: Callable[[Page], int],
         *,
         successive: bool,
     ) -> BatchSizes:
-        setting = self.setting(lengths, new_tokens, slot_bytes)
+        setting = self.setting(lengths, new_tokens)
         try:
             return choose_sizes(setting, self.options.sizes, successive=successive)
         except BadInput as error:
-            raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
+            raise self._with_width(error, setting.batch(1, 1)) from error
 
-    def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
+    def setting(self, lengths: Sequence[int], new_tokens: int) -> Setting:
         """Return everything that a plan depends on, apart from the batch.
 
         Args:
             lengths: prompt lengths in tokens.
-            slot_bytes: returns the bytes of memory that a page of weights takes.
         """
         return Setting(
             make=self.make,
@@ -176,7 +176,7 @@ class Job:
             new_tokens=new_tokens,
             cost=cost_model(self.machine, self.layout.dtype),
             budgets=self.budgets,
-            slot_bytes=slot_bytes,
+            slot_bytes=self.slot_bytes,
             splits_kv=self.splits_kv,
             kv_on_gpu=self.make.keywords.get(KV_SHARE),
             beams=self.beams,
@@ -192,14 +192,12 @@ class Job:
     def plan(
         self,
         batch: Batch,
-        slot_bytes: Callable[[Page], int],
         node: int = 0,
         policy: Policy | None = None,
     ) -> tuple[Plan, Policy]:
         """Plan a batch by a policy, for one node if there are several.
 
         Args:
-            slot_bytes: returns the bytes of memory that a page of weights takes.
             policy: the policy that plans; by default a new one.
 
         Raises:
@@ -207,24 +205,24 @@ class Job:
         """
         policy = self.make() if policy is None else policy
         try:
-            return self._plan(policy, batch, slot_bytes, node), policy
+            return self._plan(policy, batch, node), policy
         except BadInput as error:
-            raise self._with_width(error, batch, slot_bytes) from error
+            raise self._with_width(error, batch) from error
 
-    def _plan(self, policy: Policy, batch: Batch, slot_bytes: Callable[[Page], int], node: int = 0) -> Plan:
+    def _plan(self, policy: Policy, batch: Batch, node: int = 0) -> Plan:
         return plan_run(
             self.machine,
             self.layout,
             batch,
             policy,
             self.budgets,
-            slot_bytes,
+            self.slot_bytes,
             self.nodes,
             node,
             process=self._process,
         )
 
-    def _with_width(self, error: BadInput, batch: Batch, slot_bytes: Callable[[Page], int]) -> BadInput:
+    def _with_width(self, error: BadInput, batch: Batch) -> BadInput:
         """Return the error; with beam search, its message also gives the largest width that fits."""
         if self.beams == 1:
             return error
@@ -232,7 +230,7 @@ class Job:
         def fits(beams: int) -> bool:
             chunk = self.options.prefill_chunk or SMALLEST_CHUNK
             try:
-                self._plan(self.make(), replace(batch, beams=beams, prefill_chunk=chunk), slot_bytes)
+                self._plan(self.make(), replace(batch, beams=beams, prefill_chunk=chunk))
             except BadInput:
                 return False
             return True

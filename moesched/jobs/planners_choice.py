@@ -12,7 +12,6 @@ from moesched.inputs.defaults import POLICY
 from moesched.inputs.options import SizeOptions
 from moesched.jobs.job import Job
 from moesched.jobs.options import PlannedOptions
-from moesched.models.layout import Page
 from moesched.planner import FIRST, PolicyEstimate, fastest_policies, plan_best, require_one_policy
 from moesched.planner.sizing import sizes_of
 from moesched.runs.listeners import Listener
@@ -37,7 +36,6 @@ def with_choice(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    slot_bytes: Callable[[Page], int],
     process: Callable[[], Process],
     listener: Listener,
 ) -> Job:
@@ -45,7 +43,6 @@ def with_choice(
 
     Args:
         lengths: prompt lengths in tokens.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
         process: describes the process that will run the plan, as it is at the time of the call.
         listener: told of each stage of the search.
 
@@ -54,19 +51,16 @@ def with_choice(
     """
 
     def planned(its_job: Job) -> Job:
-        copy(its_job).sizes(lengths, new_tokens, slot_bytes)
+        copy(its_job).sizes(lengths, new_tokens)
         return its_job
 
-    return choose_policy_of(
-        job, lengths, new_tokens, slot_bytes, process, plan=planned, on_progress=_telling(listener)
-    )
+    return choose_policy_of(job, lengths, new_tokens, process, plan=planned, on_progress=_telling(listener))
 
 
 def with_best_plan(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    slot_bytes: Callable[[Page], int],
     process: Process,
     listener: Listener,
 ) -> Job:
@@ -76,7 +70,6 @@ def with_best_plan(
 
     Args:
         lengths: prompt lengths in tokens.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
         process: the process that will run the plan.
         listener: told of each stage of the search.
 
@@ -84,7 +77,7 @@ def with_best_plan(
         DoesNotFit: no policy fits.
     """
     job.use_process(process)
-    setting = job.setting(lengths, new_tokens, slot_bytes)
+    setting = job.setting(lengths, new_tokens)
     best = plan_best(
         setting.machine,
         setting.layout,
@@ -94,7 +87,7 @@ def with_best_plan(
         band=False,
         on_progress=_telling(listener),
         budgets=setting.budgets,
-        slot_bytes=slot_bytes,
+        slot_bytes=job.slot_bytes,
         beams=setting.beams,
         prefill_chunk=setting.prefill_chunk,
         process=process,
@@ -102,7 +95,7 @@ def with_best_plan(
     chosen = job.with_policy(best.policy, best.schedule.throughput)
     if job.options.sizes != SizeOptions():
         return chosen
-    return chosen.with_sizes(sizes_of(chosen.setting(lengths, new_tokens, slot_bytes), best.schedule))
+    return chosen.with_sizes(sizes_of(chosen.setting(lengths, new_tokens), best.schedule))
 
 
 def _telling(listener: Listener) -> Callable[[str], object]:
@@ -119,7 +112,6 @@ def choose_policy_of(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    slot_bytes: Callable[[Page], int],
     process: Callable[[], Process],
     plan: Callable[[Job], Found],
     on_progress: Callable[[str], object],
@@ -129,7 +121,6 @@ def choose_policy_of(
     Args:
         job: a job with its device set; `choose_policy_of` also sets its process.
         lengths: prompt tokens of each request.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
         process: describes the process that will run the plan; called before and after the search, which takes memory.
         plan: makes the plan of a job whose policy is set; raises BadInput if it does not fit.
         on_progress: called with the name of each stage of the search.
@@ -142,7 +133,7 @@ def choose_policy_of(
     """
     looking = copy(job)
     looking.use_process(process())
-    estimates = _estimates(looking, lengths[: job.options.batch_size], new_tokens, slot_bytes, on_progress)
+    estimates = _estimates(looking, lengths[: job.options.batch_size], new_tokens, on_progress)
     job.use_process(process())
     refusals = []
     for estimate in estimates:
@@ -157,7 +148,6 @@ def _estimates(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    slot_bytes: Callable[[Page], int],
     on_progress: Callable[[str], object],
 ) -> list[PolicyEstimate]:
     """Return the planner's predictions, the fastest policy first, for as many requests as some policy holds at once.
@@ -166,8 +156,8 @@ def _estimates(
     """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]
-    estimates = fastest_policies(job.setting(lengths, new_tokens, slot_bytes), sizes, on_progress)
+    estimates = fastest_policies(job.setting(lengths, new_tokens), sizes, on_progress)
     holding = [estimate for estimate in estimates if estimate.throughput]
     if holding or count == 1:
         return holding or estimates[:1]
-    return _estimates(job, lengths[: count // 2], new_tokens, slot_bytes, on_progress)
+    return _estimates(job, lengths[: count // 2], new_tokens, on_progress)

@@ -123,11 +123,10 @@ def served_model(
     machine = find_machine(given.machine, given.device, foreign=given.foreign_machine)
     job = serving_job(given, checkpoint.config, machine, device=given.device)
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
-        job.use_device(devices.first)
+        job.use_devices(devices)
         planned = plan_serving(
             job,
             context,
-            devices.slot_bytes,
             partial(process_of, devices.all, job.machine),
             chooses=given.policy == POLICY,
             on_progress=on_progress,

@@ -22,7 +22,6 @@ from moesched.jobs.planners_choice import choose_policy_of, chooses_for_one_mach
 from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page, room_for
 from moesched.planner import plannable
 from moesched.planner.chunks import SMALLEST_CHUNK
 from moesched.planner.schedules import with_chunk
@@ -108,12 +107,12 @@ def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> Non
     names = [name for name in plannable() if name in shipped]
     tried = (job.with_policy(name, 0.0) for name in names) if chooses else (job,)
     if not any(_may_fit(each, context) for each in tried):
-        plan_serving(job, context, room_for, partial(assumed_process, job.machine), chooses=chooses)
+        plan_serving(job, context, partial(assumed_process, job.machine), chooses=chooses)
 
 
 def _may_fit(job: Job, context: int) -> bool:
     """Test whether the smallest plan for requests of `context` tokens fits: micro-batches of one, smallest chunks."""
-    setting = job.setting(*_requests(job, context), room_for)
+    setting = job.setting(*_requests(job, context))
     smallest = with_chunk(setting, setting.prefill_chunk or SMALLEST_CHUNK)
     return smallest.fits(smallest.batch(len(setting.lengths), 1))
 
@@ -121,7 +120,6 @@ def _may_fit(job: Job, context: int) -> bool:
 def plan_serving(
     job: Job,
     context: int,
-    slot_bytes: Callable[[Page], int],
     process: Callable[[], Process],
     *,
     chooses: bool,
@@ -131,7 +129,6 @@ def plan_serving(
 
     Args:
         job: a job by `serving_job`, with its device set.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
         process: describes the process that will run the plan, as it is at the time of the call.
         chooses: whether the planner chooses the policy, instead of the job's own.
         on_progress: called with the name of each stage of the planner's search.
@@ -141,21 +138,20 @@ def plan_serving(
     """
     if not chooses:
         job.use_process(process())
-        return _planned(job, context, slot_bytes)
+        return _planned(job, context)
     return choose_policy_of(
         job,
         *_requests(job, context),
-        slot_bytes,
         process,
-        plan=lambda its_job: _planned(its_job, context, slot_bytes),
+        plan=lambda its_job: _planned(its_job, context),
         on_progress=on_progress,
     )
 
 
-def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> ServingPlan:
+def _planned(job: Job, context: int) -> ServingPlan:
     try:
-        sizes = job.sizes(*_requests(job, context), slot_bytes, successive=False)
-        capacity, plan, policy = _fullest(job, capacity_for(sizes, context), slot_bytes)
+        sizes = job.sizes(*_requests(job, context), successive=False)
+        capacity, plan, policy = _fullest(job, capacity_for(sizes, context))
     except BadInput as error:
         if not str(error).endswith(SMALLER):
             raise
@@ -164,22 +160,20 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
     return ServingPlan(capacity, plan, policy, job.policy_name, job.chosen_at)
 
 
-def _fullest(
-    job: Job, capacity: Capacity, slot_bytes: Callable[[Page], int]
-) -> tuple[Capacity, Plan, Policy]:
+def _fullest(job: Job, capacity: Capacity) -> tuple[Capacity, Plan, Policy]:
     """Return a server's capacity, plan and policy: with prompts cut over steps if that helps, else with whole ones."""
     asked = job.options.prefill_chunk
     cut = with_cut_prompts(capacity, asked)
     try:
-        plan, policy = job.plan(cut.fullest(), slot_bytes)
+        plan, policy = job.plan(cut.fullest())
     except BadInput:
         if asked is None:  # the mask of a part may take more than a small model's whole prompts
             with suppress(BadInput):
-                return capacity, *job.plan(capacity.fullest(), slot_bytes)
+                return capacity, *job.plan(capacity.fullest())
         raise
     if cuts_prompts(plan, asked):
         return cut, plan, policy
-    return capacity, *job.plan(capacity.fullest(), slot_bytes)
+    return capacity, *job.plan(capacity.fullest())
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:

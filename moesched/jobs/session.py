@@ -166,14 +166,13 @@ def _open(given: SessionOptions, checkpoint: Checkpoint, first: _First) -> Itera
                 devices.first.memory_ahead = ahead
             else:
                 ahead.give_back()
-            job.use_device(devices.first)
+            job.use_devices(devices)
             process = partial(process_of, devices.all, job.machine, ahead.nbytes)
             if chooses:
                 job = with_choice(
                     job.with_beams(first.beams),
                     first.lengths,
                     first.new_tokens,
-                    devices.slot_bytes,
                     process,
                     listener_or_cell(first.listener),
                 )

@@ -19,7 +19,6 @@ from moesched.jobs.serving_plan import context_of, plan_serving, serving_job
 from moesched.jobs.simulate_model import OTHER_LENGTHS, require_context
 from moesched.jobs.trace_file import files_named
 from moesched.keywords import takes
-from moesched.models.layout import room_for
 from moesched.options import Option
 from moesched.routing import SeededRouting
 from moesched.routing.served import ServedRouting
@@ -89,11 +88,11 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     context = context_of(given.context, longest.most_tokens, scenario.config)
     job = serving_job(given, scenario.config, scenario.machine, nodes=given.nodes or 1)
     process = partial(assumed_process, job.machine)
-    planned = plan_serving(job, context, room_for, process, chooses=given.policy == POLICY)
+    planned = plan_serving(job, context, process, chooses=given.policy == POLICY)
     for request in requests:
         planned.capacity.require(request)
     fullest = planned.capacity.fullest()
-    peers = [Rank(*job.plan(fullest, room_for, node)) for node in range(1, job.nodes)]
+    peers = [Rank(*job.plan(fullest, node)) for node in range(1, job.nodes)]
     setup = ServingSetup(
         planned.plan,
         planned.policy,

@@ -36,7 +36,6 @@ from moesched.jobs.trace_file import (
 )
 from moesched.keywords import takes
 from moesched.models.config import ModelConfig
-from moesched.models.layout import room_for
 from moesched.planner import MOST_REQUESTS
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
@@ -88,7 +87,7 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
     lengths, all_run = _lengths(scenario.given_workload(), given)
     require_context(lengths, new_tokens, config)
     job = _job(scenario, given, lengths, new_tokens, all_run=all_run)
-    sizes = job.sizes(lengths, new_tokens, room_for, successive=all_run)
+    sizes = job.sizes(lengths, new_tokens, successive=all_run)
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_run else 1]
     reports, policies = BatchReports(), job.policies()
     for number, batch in enumerate(batches):
@@ -128,8 +127,8 @@ def _job(
         job.use_process(process)
         return job
     if all_run or given.batch_size is not None:
-        return with_choice(job, lengths, new_tokens, room_for, lambda: process, listener)
-    return with_best_plan(job, lengths, new_tokens, room_for, process, listener)
+        return with_choice(job, lengths, new_tokens, lambda: process, listener)
+    return with_best_plan(job, lengths, new_tokens, process, listener)
 
 
 def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport) -> None:
@@ -151,7 +150,7 @@ def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport
 
 def _ranks(job: Job, batch: Batch) -> list[Rank]:
     """Return a plan and a policy of a batch for each node."""
-    return [Rank(*job.plan(batch, room_for, node)) for node in range(job.nodes)]
+    return [Rank(*job.plan(batch, node)) for node in range(job.nodes)]
 
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
@@ -187,10 +186,10 @@ def _simulate(
     replay: bool,
 ) -> JobReport:
     listener = given.listener or Listener()
-    plan, policy = job.plan(batch, room_for, policy=policies.next_of(0))
+    plan, policy = job.plan(batch, policy=policies.next_of(0))
     if replay and (lanes_contend(plan) or plan.nodes.count > 1 or rows_of_experts(routing) is not None):
         raise NotFixed  # durations depend on concurrent tasks, on which node runs the experts, or on the experts
-    peers = [Rank(*job.plan(batch, room_for, node, policies.next_of(node))) for node in range(1, job.nodes)]
+    peers = [Rank(*job.plan(batch, node, policies.next_of(node))) for node in range(1, job.nodes)]
     listener.planned(plan)
     explains = given.explained and not batch.first_request
     recorder = recorder_for(plan, files, explained=explains)
