@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from moesched.analysis.helps import Help
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
 from moesched.inputs.defaults import POLICY
-from moesched.jobs.another_policy import another_policy
 from moesched.jobs.bands import with_band
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.explained import explained
@@ -37,6 +37,7 @@ from moesched.jobs.trace_file import (
 from moesched.keywords import takes
 from moesched.models.config import ModelConfig
 from moesched.planner import MOST_REQUESTS
+from moesched.planner.rivals import faster_policy
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
 from moesched.requests.workloads import Workload
@@ -241,3 +242,24 @@ def require_context(
             f"a prompt of {longest} tokens and {new_tokens} new ones are more than the context of {config.name}, "
             f"{config.max_positions}: {remedy}"
         )
+
+
+def another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
+    """Find a policy that would be much faster for a simulated batch; empty if there is none.
+
+    There is none for beam search or several nodes, which the planner's quick search does not cover.
+    """
+    if job.beams > 1 or job.nodes > 1:
+        return []
+    rate = report.throughput_tokens_per_second
+    rival = faster_policy(job.setting(batch.prompts, batch.new_tokens), report.policy, rate)
+    if rival is None:
+        return []
+    sizes = f"--batch-size {rival.schedule.batch_size} --micro-batch-size {rival.schedule.micro_batch_size}"
+    return [
+        Help(
+            change=f"The policy {rival.policy} instead of {report.policy}",
+            command=f"simulate ... --policy {rival.policy} {sizes}",
+            saved=1 - rate / rival.schedule.throughput,
+        )
+    ]
