@@ -19,8 +19,7 @@ from moesched.models.shapes import SHAPES
 from moesched.planner import BestPlan, Setting, plan_best, plan_model, plannable, splits_kv
 from moesched.planner.candidate import Candidate
 from moesched.planner.few_layers import few_layers
-from moesched.planner.missing import missing_bytes
-from moesched.planner.ranking import Ranked, in_order
+from moesched.planner.ranking import Ranked, in_order, missing_bytes
 from moesched.planner.trial_run import MOST_STEPS
 from moesched.seams import is_expert_parallel
 from others_packages import install
