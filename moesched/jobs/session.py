@@ -20,12 +20,13 @@ from moesched.jobs.call import Call
 from moesched.jobs.expectation import obstacle
 from moesched.jobs.job import Job, require_continuations
 from moesched.jobs.memory_ahead import pieces_to_take
-from moesched.jobs.options import CallOptions, SessionOptions
+from moesched.jobs.options import CallOptions, RunOptions, SessionOptions
 from moesched.jobs.planners_choice import policy_until_chosen, with_choice
 from moesched.jobs.report import JobReport
 from moesched.jobs.trace_file import require_outputs_apart
 from moesched.keywords import takes
 from moesched.models.checkpoint import Checkpoint
+from moesched.options import part_of
 from moesched.requests.sampling import Sampling
 from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import Listener
@@ -179,3 +180,19 @@ def _open(given: SessionOptions, checkpoint: Checkpoint, first: _First) -> Itera
             else:
                 job.use_process(process())
             yield _Opened(job, devices, obstacle(given, job, devices))
+
+
+@takes(RunOptions)
+def run_model(given: RunOptions) -> JobReport:
+    """Generate text on real hardware: open a session, make one call, and close it.
+
+    As with `Session.run`, Ctrl-C or weights that cannot be read end the run early, with a report.
+
+    Raises:
+        BadInput: an argument cannot be used.
+        NotTraced: the trace could not be written; the error has the report.
+        PolicyError: the policy submitted something illegal; it is raised at the policy's line.
+        TaskFailed: a task raised an error on its lane.
+    """
+    with Session(**part_of(given, SessionOptions)) as session:
+        return session.run(**part_of(given, CallOptions))
