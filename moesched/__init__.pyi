@@ -14,8 +14,8 @@ from moesched.errors import TaskFailed as TaskFailed
 from moesched.jobs.profiling import profile_routing as profile_routing
 from moesched.jobs.report import JobReport as JobReport
 from moesched.jobs.report import write_report as write_report
-from moesched.jobs.session import run_model as run_model
 from moesched.jobs.session import Session as Session
+from moesched.jobs.session import run_model as run_model
 from moesched.jobs.simulate_arrivals import simulate_arrivals as simulate_arrivals
 from moesched.jobs.simulate_model import simulate_model as simulate_model
 from moesched.jobs.sparsity import sparsity_of as sparsity_of

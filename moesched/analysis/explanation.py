@@ -102,7 +102,7 @@ def explain(
         raise BadInput("the trace has no tasks: record a run that generates tokens")
     run = without_loading(recording)
     if decode_steps is not None and not recording.trimmed:
-        run = lengthened(run, decode_steps)
+        run = _lengthened(run, decode_steps)
     total = run.end - run.start
     if not total:
         raise BadInput("the tasks of the trace take no time: record the run again")
@@ -165,7 +165,7 @@ def _handovers(run: Recording) -> list[HandoverTime]:
     return sorted(handovers, key=lambda each: -each.dispatch_seconds - each.submit_seconds)
 
 
-def lengthened(run: Recording, decode_steps: int) -> Recording:
+def _lengthened(run: Recording, decode_steps: int) -> Recording:
     """Return a run's first steps with decode stretched to the time that all decode steps of the run would take.
 
     No task is added. In the result the prefill has its true share of the run's time.

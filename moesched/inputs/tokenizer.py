@@ -20,6 +20,9 @@ from moesched.system.silence import STDERR, silent
 if TYPE_CHECKING:
     import tokenizers
 
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "▁"
+
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -231,10 +234,6 @@ def open_model(model: Path, *, partial: bool = False) -> tuple[Checkpoint, Token
     """
     contents = read_contents(model, partial=partial)
     return checkpoint_of(contents), make_tokenizer(contents.path, contents.vocabulary)
-
-
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_SPACE = "▁"
 
 
 def stands_for_bytes(tokenizer: tokenizers.Tokenizer) -> bool:

@@ -225,7 +225,7 @@ def _simulate(
         recording, explanation = recorder.recording(), None
         if explains:
             drawn = isinstance(routing, SeededRouting)
-            more = another_policy(finished, job, batch) if drawn else []
+            more = _another_policy(finished, job, batch) if drawn else []
             finished, explanation = explained(finished, recording, about_of(finished), more)
         write_recording(files, recording, finished, listener, roofs=roofs, explanation=explanation)
     ending.raise_error(finished)
@@ -244,7 +244,7 @@ def require_context(
         )
 
 
-def another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
+def _another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
     """Find a policy that would be much faster for a simulated batch; empty if there is none.
 
     There is none for beam search or several nodes, which the planner's quick search does not cover.

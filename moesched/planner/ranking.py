@@ -17,6 +17,9 @@ from moesched.steps.plan import Plan
 from moesched.system.source_lines import raising_line
 from moesched.units import format_bytes
 
+PRECISION = 0.01
+"""Largest relative error of the missing bytes; a plan that takes the same bytes with any budget has no error."""
+
 
 class Ranked(msgspec.Struct, frozen=True, kw_only=True):
     """A policy with its best sizes, or with the bytes that it lacks.
@@ -135,10 +138,6 @@ def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) ->
     """
     fitting = [row for _, row in sorted(rows, key=lambda each: (each[1].estimate, -each[0]))]
     return fitting + sorted(misfits, key=lambda row: (not row.missing, row.missing_bytes))
-
-
-PRECISION = 0.01
-"""Largest relative error of the missing bytes; a plan that takes the same bytes with any budget has no error."""
 
 
 def missing_bytes(setting: Setting) -> dict[str, int]:

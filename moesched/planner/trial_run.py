@@ -24,6 +24,9 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Lane, Task
 from moesched.trace import Recorder
 
+MANY_TOKENS = 512
+"""From this number of tokens on, each expert's number of tokens is drawn, instead of each token's experts."""
+
 MOST_STEPS = 5
 
 
@@ -106,7 +109,7 @@ def trial_run(
     virtual = VirtualRun(
         [Rank(plan, policy), *peers],
         cost=cost,
-        decisions=simulated_decisions(plan, TrialRouting(config.routed.experts, config.routed.top_k)),
+        decisions=simulated_decisions(plan, _TrialRouting(config.routed.experts, config.routed.top_k)),
         make_engine=Engine,
         observers=[spans, *observers],
         recorder=recorder,
@@ -181,11 +184,7 @@ class _Spans:
         return (sum(ends[first:last]) - sum(starts[first:last]) - outside) / (end - start)
 
 
-MANY_TOKENS = 512
-"""From this number of tokens on, each expert's number of tokens is drawn, instead of each token's experts."""
-
-
-class TrialRouting(SeededRouting):
+class _TrialRouting(SeededRouting):
     """Uniform random choices of experts, kept so that the trial runs of all policies get equal choices."""
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:

@@ -23,7 +23,7 @@ from moesched.steps.works import RowsOfExperts
 from moesched.tasks import Lane
 
 EngineType = TypeVar("EngineType", bound=Engine)
-Main = TypeVar("Main", Serving, Following)
+Main = TypeVar("Main", Serving, "Following")
 
 
 class ServingSetup(NamedTuple):

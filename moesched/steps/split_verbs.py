@@ -1,4 +1,4 @@
-"""Verbs that consist of several tasks, where several ranks or nodes run a model."""
+"""Verbs that consist of several tasks, or of a task with another cost."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def signature_of(data: str, task: Task) -> str:
 
 
 class ChosenExperts(SplitVerbs):
-    """Submits verbs to an engine; `post_attention` with its own `Work`, by the rows of each expert."""
+    """Submits verbs in a simulation with a routing: `post_attention` costs what its tokens' experts do."""
 
     def __init__(self, engine: Engine, works: Works) -> None:
         super().__init__(engine, works, {"post_attention": self._post_attention})

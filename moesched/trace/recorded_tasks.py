@@ -109,7 +109,7 @@ def record(tasks: Sequence[Task], ranks: Sequence[RankRecord], origin: int, *, t
     descriptions = Descriptions()
     producers = [numbers[lanes[task.lane].rank].of(task.deps) for task in tasks]
     slices = [_slice(task, lanes[task.lane], descriptions) for task in tasks]
-    lengthen(slices, producers)
+    _lengthen(slices, producers)
     _note_policies(slices, ranks, numbers)
     recording = Recording(
         list(lanes.values()),
@@ -306,8 +306,10 @@ def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample
     return samples
 
 
-def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
+def _lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
     """Make tasks of zero length one nanosecond long, and delay tasks that would then begin before these tasks end.
+
+    Viewers draw no arrows at tasks without length.
 
     Faults of the clock stay visible to checks: tasks that overlapped before, or began before the end of a task that
     they depend on, still do.

@@ -26,6 +26,8 @@ from moesched.trace.chrome_reader import Event, NameArgs, SliceArgs, decode_trac
 from moesched.trace.chrome_writer import CRITICAL_PID
 from moesched.trace.recording import phase_of
 
+COUNTER = "C"
+
 HOST = "127.0.0.1"
 FIRST_LAYERS = 2
 """Layers of the first decode step that are in view at the start."""
@@ -79,7 +81,7 @@ class Viewer(ThreadingHTTPServer):
         self.secret = token_urlsafe(16)
         self._name = quote(os.fsencode(path.name.removesuffix(".gz")))
         events = decode_trace(data, path).trace_events
-        self.trace = without_zero_counters(data, events)
+        self.trace = _without_zero_counters(data, events)
         self._view = start_view(events)
         self._commands = start_commands(events)
         try:
@@ -194,11 +196,10 @@ class _Handler(SimpleHTTPRequestHandler):
         """Log nothing about requests."""
 
 
-COUNTER = "C"
-
-
-def without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
+def _without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
     """Return a trace without the series of counters whose values are all zero; all other events stay as they are.
+
+    A viewer draws a track for each counter.
 
     Args:
         data: the JSON of the trace.

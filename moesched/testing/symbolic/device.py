@@ -19,6 +19,8 @@ from moesched.testing.symbolic.exchanges import Board, Exchanges
 from moesched.testing.symbolic.experts import Experts
 from moesched.testing.symbolic.served import ServedAttention, ServedBatch
 
+Verb = Callable[[Any, Access], Any]
+
 
 class SymbolicDevice:
     """A device that computes hashes instead of tensors; see the package's description.
@@ -98,9 +100,6 @@ class SymbolicDevice:
 
     async def aclose(self) -> None:
         """Do nothing: the device holds no resources."""
-
-
-Verb = Callable[[Any, Access], Any]
 
 
 def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -> dict[str, Verb]:
