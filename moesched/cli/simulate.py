@@ -14,11 +14,11 @@ from moesched.errors import BadInput
 from moesched.jobs.options import ScenarioOptions, SimulationOptions
 from moesched.jobs.served_options import ArrivalsOptions
 from moesched.options import flags_given, part_of
-from moesched.runs.service_report import Percentiles, ServiceReport
 from moesched.units import format_seconds
 
 if TYPE_CHECKING:
     from moesched.jobs.report import JobReport
+    from moesched.runs.service_report import Percentiles, ServiceReport
 
 EPILOGUE = """Examples:
 
