@@ -29,7 +29,7 @@ from moesched.doctor.host_facts import (
     model_facts,
     processor_facts,
 )
-from moesched.doctor.host_probes import (
+from moesched.doctor.probes import (
     LOCKED_WANTED,
     probe_clock,
     probe_cores,
