@@ -309,13 +309,13 @@ def test_a_bound_is_never_below_what_is_predicted(
         cost=cost_model(machine, "bfloat16"),
         objective=objective,
     )
-    schedule = Schedules(where, deep=False).at(SchedulePoint(size, count))
+    schedule = Schedules(where).at(SchedulePoint(size, count))
     assert schedule.throughput <= schedule.bound
 
 
 def test_a_few_layers_have_room_for_the_copies_that_all_layers_have_room_for() -> None:
     where = setting("layer_split", new_tokens=32, lengths=(418,) * 128)
-    few, whole = (Schedules(where, deep=deep).at(SchedulePoint(32, 4)).trial_run for deep in (False, True))
+    few, whole = (Schedules(where).at(SchedulePoint(32, 4), deep=deep).trial_run for deep in (False, True))
     assert few.tasks < whole.tasks
     assert few.prefill_seconds == pytest.approx(whole.prefill_seconds, rel=0.05)
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)
