@@ -22,7 +22,6 @@ from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
 from moesched.planner.uncertainty import MOST_STEPS, RunsProgress
 from moesched.requests.batch import Batch
 from moesched.routing.observed import ObservedRouting
-from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.decisions import rows_of_experts, simulated_decisions
 from moesched.runs.ending import Ending
@@ -104,11 +103,12 @@ class Expectation:
         plan, policy = self._job.plan(self._batch, policy=self._policies.next_of(0))
         config, steps = plan.layout.config, len(report.step_seconds)
         simulated = min(steps, self._most_steps, max(LEAST_STEPS, steps * MOST_TASKS // report.tasks))
-        forecast = RouterForecast(self._routing, config.routed.experts, _accuracy(report.previews))
         kinds, busy = KindMeter(), _BusyBySteps(simulated)
         virtual = VirtualRun(
             [Rank(plan, policy)],
-            decisions=simulated_decisions(plan, self._routing, forecast, report.tokens or ()),
+            decisions=simulated_decisions(
+                plan, self._routing, _accuracy(report.previews), report.tokens or ()
+            ),
             tokens=TokenHandling(config.stop_tokens, rows_apart=self._routing.rows_apart),
             observers=[kinds, busy],
             steps=simulated,
