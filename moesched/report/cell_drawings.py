@@ -17,6 +17,11 @@ from moesched.trace.chrome_reader import Trace
 from moesched.trace.recording import Recording
 from moesched.units import format_bytes
 
+WIDTH, ROW, BAR, NAMES = 900, 20, 14, 130
+"""Sizes in pixels: the drawing, a row and its bar, and the lanes' names."""
+LEAST = 2
+"""Pixels of a bar that is not merged with its neighbours."""
+
 
 def cell(title: str, *content: str) -> str:
     """Return a notebook cell as HTML: a title in bold, and the content, HTML too, below it."""
@@ -104,13 +109,6 @@ def _(comparison: Comparison) -> str:
         paragraphs(comparison.reasons()),
         table("", header, comparison.table(), len(header) - 2),
     )
-
-
-WIDTH, ROW, BAR, NAMES = 900, 20, 14, 130
-"""Sizes in pixels: the drawing, a row and its bar, and the lanes' names."""
-
-LEAST = 2
-"""Pixels of a bar that is not merged with its neighbours."""
 
 
 def timeline_drawing(timeline: Timeline) -> str:

@@ -98,7 +98,7 @@ def _roofs(roofs: Mapping[str, Roof], x: _Scale, y: _Scale) -> Iterator[str]:
     for number, (name, roof) in enumerate(roofs.items()):
         first = max(10.0**x.low, floor / roof.bandwidth)
         xs = [first, roof.flops / roof.bandwidth, 10.0**x.high]
-        line = " ".join(f"{x.at(each)},{y.at(attainable(roof, each))}" for each in xs)
+        line = " ".join(f"{x.at(each)},{y.at(_attainable(roof, each))}" for each in xs)
         dashes = DASHES[number % len(DASHES)]
         yield element("polyline", points=line, css="roof", stroke_dasharray=dashes)
         row = HEIGHT + LEGEND_ROW * number + LEGEND_ROW / 2
@@ -190,13 +190,13 @@ def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[Kerne
             seconds,
             flops / nbytes,
             flops / seconds,
-            attainable(roofs[resource], flops / nbytes) if resource in roofs else None,
+            _attainable(roofs[resource], flops / nbytes) if resource in roofs else None,
         )
         for (verb, resource, phase), (tasks, seconds, flops, nbytes) in sums.items()
     ]
     return sorted(points, key=lambda point: -point.seconds)
 
 
-def attainable(roof: Roof, intensity: float) -> float:
+def _attainable(roof: Roof, intensity: float) -> float:
     """Return the FLOP/s that a processor allows at an intensity in FLOPs per byte."""
     return min(roof.flops, roof.bandwidth * intensity)

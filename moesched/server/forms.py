@@ -29,6 +29,9 @@ from moesched.server.replies import (
     Usage,
 )
 
+LOWEST = -9999.0
+"""The log probability that stands for minus infinity, which JSON has not."""
+
 
 class Whole(NamedTuple):
     """A whole answer: its text, its scored tokens, and why it ended."""
@@ -142,10 +145,6 @@ def gathered(pieces: Iterable[AnswerPiece], answers: int) -> list[Whole]:
         Whole("".join(text), scored, ending)
         for text, scored, ending in zip(texts, tokens, endings, strict=True)
     ]
-
-
-LOWEST = -9999.0
-"""The log probability that stands for minus infinity, which JSON has not."""
 
 
 def completion_logprobs(scored: Sequence[Scored], codec: Codec) -> CompletionLogprobs:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connections with time limits, and with errors in OpenAI's form."""
+"""uvicorn's HTTP connections with time limits, with errors in OpenAI's form, and with an end that clients see."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ MOST_AHEAD = 1 << 16
 NOT_HTTP = bad_request(
     "this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request"
 ).body()
+MOST_DROPPED = 128 << 20
+"""Largest number of bytes of a request that are dropped after its answer."""
 
 
 class TimedProtocol(H11Protocol):
@@ -122,10 +124,6 @@ class TimedProtocol(H11Protocol):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-MOST_DROPPED = 128 << 20
-"""Largest number of bytes of a request that are dropped after its answer."""
 
 
 class LingeringTransport:

@@ -1,4 +1,4 @@
-"""Makes headers of GGUF files: metadata without a tokenizer, and the place of each tensor."""
+"""Makes headers of GGUF files: metadata of the model without a tokenizer, and the place of each tensor."""
 
 from __future__ import annotations
 
