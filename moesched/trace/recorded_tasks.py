@@ -6,12 +6,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter, itemgetter
-from typing import Protocol
 
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.machines.cost_model import CostModel
-from moesched.steps.memory import Pool, counts_of
+from moesched.steps.memory import Memory, Pool, counts_of
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import STATE_NAMES, Block, Collective, Decision, Join, Lane, PageTransfer, Task
 from moesched.trace.descriptions import Descriptions, title_of
@@ -30,14 +29,6 @@ by_id = attrgetter("id")
 """The sort key for program order."""
 
 
-class HasPeak(Protocol):
-    """An object that records a memory's peak use, such as the memory's ledger of reservations."""
-
-    @property
-    def peak(self) -> int:
-        """Largest number of bytes that were reserved in the memory at once."""
-
-
 class RankRecord:
     """Data of one rank that its engine and pools collect during the run, apart from the finished tasks.
 
@@ -45,12 +36,12 @@ class RankRecord:
         awaits: pairs of an awaited task's id and the number of tasks that the policy had submitted by then.
         submit_delays: pairs of a task's id and the nanoseconds in which its lane was idle until it was submitted.
         cancels: pairs of a cancelled task and the time.
-        memories: objects that know the peak bytes of a memory, by its name.
+        memories: the memories by name.
         filled: slots of pages that were filled by tasks which the recorder has dropped.
         counts: for each pool, a list of (number of the next submitted task, the pool's counts).
     """
 
-    def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
+    def __init__(self, engine: Engine, memories: Mapping[str, Memory], pools: Iterable[Pool]) -> None:
         self._engine = engine
         self.lanes = engine.lanes
         self.joins: list[Join] = []
