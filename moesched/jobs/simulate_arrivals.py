@@ -26,7 +26,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import RunNames, ServiceReport, parse_objectives, service_report
-from moesched.runs.serving import Served, Serving
+from moesched.runs.serving import Served, Serving, ServingListener
 from moesched.seams import Routing
 from moesched.serving.arrival_files import POISSON, random_arrivals, read_arrivals
 from moesched.serving.arrivals import ListedArrivals
@@ -45,7 +45,7 @@ class ServedScenarioOptions(BestPolicyOptions, TraceOptions, ArrivalsOptions, Sc
     ] = None
 
 
-class _Progress:
+class _Progress(ServingListener):
     """Listener that calls `tell` with (requests done, all requests) after each step."""
 
     def __init__(self, tell: Callable[[int, int], object], requests: int) -> None:
