@@ -51,7 +51,7 @@ def run(given: RunArguments, alone: AloneOptions, processes: ProcessesOptions) -
             f"--local {processes.nodes} starts several processes, and {flag} is for one: omit {flag}"
         )
     if given.policy == POLICY:
-        from moesched.jobs.planners_choice import chooses_for_one_machine
+        from moesched.jobs.job import chooses_for_one_machine
 
         raise chooses_for_one_machine(processes.nodes)
     from moesched.cluster.cluster_jobs import run_local

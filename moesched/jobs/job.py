@@ -10,23 +10,23 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
-from moesched.inputs.budgets import within_process
+from moesched.inputs.budgets import assumed_process, within_process
 from moesched.inputs.chosen_policy import ChosenPolicy, PolicyGiven, choose_policy
-from moesched.inputs.defaults import MACHINE
+from moesched.inputs.defaults import MACHINE, POLICY
 from moesched.inputs.dtype import dtype_for
 from moesched.jobs.options import PlannedOptions
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, room_for, weight_layout
-from moesched.planner import KV_SHARE, Setting, splits_kv
+from moesched.planner import FIRST, KV_SHARE, Setting, require_one_policy, splits_kv
 from moesched.planner.chunks import SMALLEST_CHUNK
 from moesched.planner.sizing import choose_sizes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.planning import as_used_by, plan_run
-from moesched.runs.ranks import Devices
+from moesched.runs.ranks import Devices, process_of
 from moesched.seams import Device, Policy
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
@@ -45,6 +45,7 @@ class Job:
 
     Attributes:
         chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
+        chooses: whether the planner is to choose the policy; until then the job has a provisional one.
         slot_bytes: returns the bytes of memory that a page of weights takes: `room_for`, or what the devices say.
 
     Raises:
@@ -67,7 +68,10 @@ class Job:
         self.nodes = nodes
         self.chosen_at: float | None = None
         self.slot_bytes: Callable[[Page], int] = room_for
-        chosen = choose_policy(options.policy, options.settings)
+        self.chooses = options.policy == POLICY
+        if self.chooses and nodes > 1:
+            raise chooses_for_one_machine(nodes)
+        chosen = policy_until_chosen(options)
         cut, self.machine, self.budgets = cut_over_ranks(
             config,
             machine,
@@ -76,6 +80,7 @@ class Job:
             chosen.cls,
             here=options.machine == MACHINE,
         )
+        self._measure = partial(assumed_process, self.machine)
         self._process: Process | None = None
         self._sizes: BatchSizes | None = None
         self.layout = weight_layout(cut, dtype_for(cut.dtype, options.dtype, self.machine, device))
@@ -95,7 +100,7 @@ class Job:
         chosen_at: tokens per second that the planner predicts.
         """
         job = copy(self)
-        job.chosen_at, job._sizes = chosen_at, None
+        job.chooses, job.chosen_at, job._sizes = False, chosen_at, None
         job._take(choose_policy(policy))
         return job
 
@@ -111,13 +116,17 @@ class Job:
         job.beams, job._sizes = beams, None
         return job
 
-    def use_devices(self, devices: Devices) -> None:
-        """Make the job plan for these devices; call this before `sizes` and `plan`."""
+    def use_devices(self, devices: Devices, ahead: int = 0) -> None:
+        """Make the job plan for these devices; call this before `use_process`.
+
+        ahead: bytes of this process that were already allocated for weights.
+        """
         self.machine = as_used_by(devices.first, self.machine)
         self.slot_bytes = devices.slot_bytes
+        self._measure = partial(process_of, devices.all, self.machine, ahead)
 
-    def use_process(self, process: Process) -> None:
-        """Set the process that runs the plans; the process's other bytes also count in its budget.
+    def use_process(self) -> None:
+        """Measure the process that runs the plans, whose other bytes also count in its budget; predictions assume one.
 
         Call this method before `sizes` and `plan`.
 
@@ -125,7 +134,7 @@ class Job:
             BadInput: the budget of the process leaves nothing for plans.
         """
         self.budgets, self._process = within_process(
-            self.budgets, self.machine, process, self.layout.config.ranks
+            self.budgets, self.machine, self._measure(), self.layout.config.ranks
         )
 
     def sizes(
@@ -238,6 +247,23 @@ class Job:
         width = next((beams for beams in range(batch.beams - 1, 0, -1) if fits(beams)), None)
         remedy = "not even one beam fits" if width is None else f"or use --beams {width}, which fits"
         return BadInput(f"{error}; {remedy}")
+
+
+def chooses_for_one_machine(nodes: int) -> BadInput:
+    """Return the error for several nodes without a named policy: the planner chooses only for one machine."""
+    return BadInput(f"the planner chooses a policy for one machine: name one for {nodes} with --policy")
+
+
+def policy_until_chosen(options: PlannedOptions) -> ChosenPolicy:
+    """Return the policy that the options name, or a provisional policy if the planner is to choose one.
+
+    Raises:
+        BadInput: the policy cannot be made, or the planner is to choose, and the options have settings for a policy.
+    """
+    if options.policy != POLICY:
+        return choose_policy(options.policy, options.settings)
+    require_one_policy(options.settings)
+    return choose_policy(FIRST)
 
 
 def require_continuations(beams: int, config: ModelConfig) -> None:

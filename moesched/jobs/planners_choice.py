@@ -7,43 +7,25 @@ from copy import copy
 from typing import TypeVar
 
 from moesched.errors import BadInput
-from moesched.inputs.chosen_policy import PolicyGiven
-from moesched.inputs.defaults import POLICY
 from moesched.inputs.options import SizeOptions
 from moesched.jobs.job import Job
-from moesched.jobs.options import PlannedOptions
-from moesched.planner import FIRST, PolicyEstimate, fastest_policies, plan_best, require_one_policy
+from moesched.planner import PolicyEstimate, fastest_policies, plan_best
 from moesched.planner.sizing import sizes_of
 from moesched.runs.listeners import Listener
-from moesched.steps.process import Process
 
 Found = TypeVar("Found")
-
-
-def policy_until_chosen(given: PlannedOptions) -> PolicyGiven:
-    """Return the policy that the options name, or a provisional policy if the planner is to choose one.
-
-    Raises:
-        BadInput: the planner is to choose, and the options have settings for a policy.
-    """
-    if given.policy != POLICY:
-        return given.policy
-    require_one_policy(given.settings)
-    return FIRST
 
 
 def with_choice(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    process: Callable[[], Process],
     listener: Listener,
 ) -> Job:
     """Return a copy of a job with the planner's choice of a policy, for requests that run in one or several batches.
 
     Args:
         lengths: prompt lengths in tokens.
-        process: describes the process that will run the plan, as it is at the time of the call.
         listener: told of each stage of the search.
 
     Raises:
@@ -54,14 +36,13 @@ def with_choice(
         copy(its_job).sizes(lengths, new_tokens)
         return its_job
 
-    return choose_policy_of(job, lengths, new_tokens, process, plan=planned, on_progress=_telling(listener))
+    return choose_policy_of(job, lengths, new_tokens, plan=planned, on_progress=_telling(listener))
 
 
 def with_best_plan(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    process: Process,
     listener: Listener,
 ) -> Job:
     """Return a copy of a job with the policy that `moesched plan` ranks first for these requests.
@@ -70,13 +51,12 @@ def with_best_plan(
 
     Args:
         lengths: prompt lengths in tokens.
-        process: the process that will run the plan.
         listener: told of each stage of the search.
 
     Raises:
         DoesNotFit: no policy fits.
     """
-    job.use_process(process)
+    job.use_process()
     setting = job.setting(lengths, new_tokens)
     best = plan_best(
         setting.machine,
@@ -90,7 +70,7 @@ def with_best_plan(
         slot_bytes=job.slot_bytes,
         beams=setting.beams,
         prefill_chunk=setting.prefill_chunk,
-        process=process,
+        process=setting.process,
     )
     chosen = job.with_policy(best.policy, best.schedule.throughput)
     if job.options.sizes != SizeOptions():
@@ -103,25 +83,18 @@ def _telling(listener: Listener) -> Callable[[str], object]:
     return lambda stage: listener.preparing(f"planning: {stage}", 0, 0)
 
 
-def chooses_for_one_machine(nodes: int) -> BadInput:
-    """Return the error for several nodes without a named policy: the planner chooses only for one machine."""
-    return BadInput(f"the planner chooses a policy for one machine: name one for {nodes} with --policy")
-
-
 def choose_policy_of(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    process: Callable[[], Process],
     plan: Callable[[Job], Found],
     on_progress: Callable[[str], object],
 ) -> Found:
     """Choose a policy for requests that run together.
 
     Args:
-        job: a job with its device set; `choose_policy_of` also sets its process.
+        job: a job with its devices set; its process is measured here, before and after the search.
         lengths: prompt tokens of each request.
-        process: describes the process that will run the plan; called before and after the search, which takes memory.
         plan: makes the plan of a job whose policy is set; raises BadInput if it does not fit.
         on_progress: called with the name of each stage of the search.
 
@@ -132,9 +105,9 @@ def choose_policy_of(
         BadInput: no plan fits; the error is that of the policy with the highest predicted rate.
     """
     looking = copy(job)
-    looking.use_process(process())
+    looking.use_process()
     estimates = _estimates(looking, lengths[: job.options.batch_size], new_tokens, on_progress)
-    job.use_process(process())
+    job.use_process()
     refusals = []
     for estimate in estimates:
         try:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-from moesched.inputs.defaults import POLICY
 from moesched.inputs.files import require_safe_outputs
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.served_options import ServedOptions
@@ -15,7 +13,7 @@ from moesched.jobs.service_trace import RequestSpans, last_steps_of, write_servi
 from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, require_plan, serving_job
 from moesched.jobs.trace_file import files_named
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.runs.ranks import Devices, open_devices, process_of
+from moesched.runs.ranks import Devices, open_devices
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import serve_on
 from moesched.runs.service_report import RunNames
@@ -127,8 +125,6 @@ def served_model(
         planned = plan_serving(
             job,
             context,
-            partial(process_of, devices.all, job.machine),
-            chooses=given.policy == POLICY,
             on_progress=on_progress,
         )
         yield ServedModel(given, checkpoint, devices, planned)

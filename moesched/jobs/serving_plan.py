@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from moesched import plugins
 from moesched.errors import BadInput
-from moesched.inputs.budgets import PROCESS, assumed_process
-from moesched.inputs.chosen_policy import choose_policy
-from moesched.inputs.defaults import POLICY
+from moesched.inputs.budgets import PROCESS
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.cut_prompts import cuts_prompts, with_cut_prompts
-from moesched.jobs.job import Job
+from moesched.jobs.job import Job, policy_until_chosen
 from moesched.jobs.memory_ahead import computes_on_cpu
 from moesched.jobs.options import PlannedOptions
-from moesched.jobs.planners_choice import choose_policy_of, chooses_for_one_machine, policy_until_chosen
+from moesched.jobs.planners_choice import choose_policy_of
 from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
@@ -30,7 +27,6 @@ from moesched.runs.served_parts import require_one_accelerator
 from moesched.seams import Device, Policy
 from moesched.serving.capacity import Capacity, capacity_for
 from moesched.steps.plan import Plan
-from moesched.steps.process import Process
 
 REMEDY = "raise --budget if you gave one, lower --batch-size or --context, or choose another policy"
 """Remedies where a server's plan does not fit."""
@@ -79,9 +75,7 @@ def serving_job(
     Raises:
         BadInput: an option cannot be used.
     """
-    if given.policy == POLICY and nodes > 1:
-        raise chooses_for_one_machine(nodes)
-    given = replace(given, policy=policy_until_chosen(given), batch_size=given.batch_size or USERS)
+    given = replace(given, batch_size=given.batch_size or USERS)
     return Job(given, config, machine, nodes=nodes, device=device)
 
 
@@ -96,18 +90,17 @@ def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> Non
     Raises:
         BadInput: an option cannot be used, or no plan fits.
     """
-    choose_policy(policy_until_chosen(given), given.settings)
+    policy_until_chosen(given)
     if not computes_on_cpu(given):
         return
     job = serving_job(given, config, find_machine(given.machine, foreign=given.foreign_machine))
     if PROCESS in (given.budgets or {}) or not job.machine.unified:
         return
-    chooses = given.policy == POLICY
     shipped = set(plugins.shipped_policies())  # others may raise anything
     names = [name for name in plannable() if name in shipped]
-    tried = (job.with_policy(name, 0.0) for name in names) if chooses else (job,)
+    tried = (job.with_policy(name, 0.0) for name in names) if job.chooses else (job,)
     if not any(_may_fit(each, context) for each in tried):
-        plan_serving(job, context, partial(assumed_process, job.machine), chooses=chooses)
+        plan_serving(job, context)
 
 
 def _may_fit(job: Job, context: int) -> bool:
@@ -120,29 +113,24 @@ def _may_fit(job: Job, context: int) -> bool:
 def plan_serving(
     job: Job,
     context: int,
-    process: Callable[[], Process],
     *,
-    chooses: bool,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> ServingPlan:
     """Plan for continuous batching of requests, each of which may have `context` tokens.
 
     Args:
         job: a job by `serving_job`, with its device set.
-        process: describes the process that will run the plan, as it is at the time of the call.
-        chooses: whether the planner chooses the policy, instead of the job's own.
         on_progress: called with the name of each stage of the planner's search.
 
     Raises:
         BadInput: no plan fits, or the policy is for several accelerators or machines.
     """
-    if not chooses:
-        job.use_process(process())
+    if not job.chooses:
+        job.use_process()
         return _planned(job, context)
     return choose_policy_of(
         job,
         *_requests(job, context),
-        process,
         plan=lambda its_job: _planned(its_job, context),
         on_progress=on_progress,
     )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from moesched.errors import BadInput
-from moesched.inputs.budgets import assumed_process
-from moesched.inputs.defaults import POLICY
 from moesched.inputs.files import require_safe_outputs
 from moesched.jobs.options import BestPolicyOptions, ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
@@ -87,8 +84,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     require_context([longest.prompt], longest.new_tokens, scenario.config, remedy)
     context = context_of(given.context, longest.most_tokens, scenario.config)
     job = serving_job(given, scenario.config, scenario.machine, nodes=given.nodes or 1)
-    process = partial(assumed_process, job.machine)
-    planned = plan_serving(job, context, process, chooses=given.policy == POLICY)
+    planned = plan_serving(job, context)
     for request in requests:
         planned.capacity.require(request)
     fullest = planned.capacity.fullest()

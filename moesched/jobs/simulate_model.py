@@ -10,16 +10,12 @@ from functools import partial
 from moesched.analysis.helps import Help
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
-from moesched.inputs.budgets import assumed_process
-from moesched.inputs.defaults import POLICY
 from moesched.jobs.bands import with_band
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.explained import explained
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationOptions
 from moesched.jobs.planners_choice import (
-    chooses_for_one_machine,
-    policy_until_chosen,
     with_best_plan,
     with_choice,
 )
@@ -118,18 +114,14 @@ def _job(
 
     all_run: whether all requests run, instead of a single full batch.
     """
-    chooses, nodes = given.policy == POLICY, given.nodes or 1
-    if chooses and nodes > 1:
-        raise chooses_for_one_machine(nodes)
-    begun = replace(given, policy=policy_until_chosen(given))
-    job = Job(begun, scenario.config, scenario.machine, beams=given.beams, nodes=nodes)
-    process, listener = assumed_process(job.machine), given.listener or Listener()
-    if not chooses:
-        job.use_process(process)
+    job = Job(given, scenario.config, scenario.machine, beams=given.beams, nodes=given.nodes or 1)
+    listener = given.listener or Listener()
+    if not job.chooses:
+        job.use_process()
         return job
     if all_run or given.batch_size is not None:
-        return with_choice(job, lengths, new_tokens, lambda: process, listener)
-    return with_best_plan(job, lengths, new_tokens, process, listener)
+        return with_choice(job, lengths, new_tokens, listener)
+    return with_best_plan(job, lengths, new_tokens, listener)
 
 
 def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport) -> None:
