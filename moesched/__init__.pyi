@@ -25,7 +25,7 @@ from moesched.machines.local import local_machine as local_machine
 from moesched.models.layout import Page as Page
 from moesched.models.prestack import prestack_model as prestack_model
 from moesched.models.random_model import write_random_model as write_random_model
-from moesched.planner import plan_model as plan_model
+from moesched.planner.proposal import plan_model as plan_model
 from moesched.reproduce import reproduce_paper as reproduce_paper
 from moesched.requests.sampling import Sampling as Sampling
 from moesched.requests.workloads import Workload as Workload

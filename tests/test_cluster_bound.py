@@ -10,7 +10,7 @@ import pytest
 from moesched.machines import load_machine
 from moesched.machines.changes import changed
 from moesched.machines.networks import load_network
-from moesched.planner import ClusterProposal, plan_cluster
+from moesched.planner.cluster import ClusterProposal, plan_cluster
 
 TABLE_6 = {  # load, compute, latency, transfer, time, throughput, as printed
     2: ("0.061", "0.001", "0.040", "0.002", "0.103", "9.7"),

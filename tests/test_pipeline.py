@@ -15,7 +15,7 @@ from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import plan_best
+from moesched.planner.search_policies import plan_best
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs import hardware

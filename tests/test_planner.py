@@ -17,11 +17,12 @@ from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import BestPlan, plan_best, plan_model
 from moesched.planner.candidate import Candidate
 from moesched.planner.chunks import CHUNK
+from moesched.planner.proposal import plan_model
 from moesched.planner.schedules import SchedulePoint, Schedules
 from moesched.planner.search import best
+from moesched.planner.search_policies import BestPlan, plan_best
 from moesched.planner.setting import Setting
 from moesched.planner.traits import MicroBatchCost, SizeOption, SizeProbe, TraitProbe, Traits
 from moesched.planner.trial_run import trial_run

@@ -20,7 +20,7 @@ from moesched.jobs.served_options import ServedOptions
 from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, require_plan, serving_job
 from moesched.machines import load_machine
 from moesched.models.shapes import SHAPES
-from moesched.planner import plannable
+from moesched.planner.search_policies import plannable
 from moesched.runs.service_report import ServiceReport
 from moesched.server.messages import Ready
 from small_models import SMALL, small_model

@@ -19,8 +19,9 @@ from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, room_for, weight_layout
-from moesched.planner import FIRST, KV_SHARE, Setting, require_one_policy, splits_kv
 from moesched.planner.chunks import SMALLEST_CHUNK
+from moesched.planner.search_policies import FIRST, require_one_policy
+from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 from moesched.planner.sizing import choose_sizes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes

@@ -9,7 +9,7 @@ from typing import TypeVar
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
 from moesched.jobs.job import Job
-from moesched.planner import PolicyEstimate, fastest_policies, plan_best
+from moesched.planner.search_policies import PolicyEstimate, fastest_policies, plan_best
 from moesched.planner.sizing import sizes_of
 from moesched.runs.listeners import Listener
 

@@ -19,9 +19,9 @@ from moesched.jobs.planners_choice import choose_policy_of
 from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
-from moesched.planner import plannable
 from moesched.planner.chunks import SMALLEST_CHUNK
 from moesched.planner.schedules import with_chunk
+from moesched.planner.search_policies import plannable
 from moesched.runs.planning import SMALLER
 from moesched.runs.served_parts import require_one_accelerator
 from moesched.seams import Device, Policy

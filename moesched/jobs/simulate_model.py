@@ -32,7 +32,7 @@ from moesched.jobs.trace_file import (
 )
 from moesched.keywords import takes
 from moesched.models.config import ModelConfig
-from moesched.planner import MOST_REQUESTS
+from moesched.planner.proposal import MOST_REQUESTS
 from moesched.planner.rivals import faster_policy
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
