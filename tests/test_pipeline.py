@@ -27,7 +27,7 @@ from moesched.steps.roles import Role
 from moesched.steps.step import Step
 from moesched.tasks import Task
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols
-from moesched.testing.symbolic import SymbolicDevice
+from moesched.testing.symbolic.device import SymbolicDevice
 from moesched.work import Work
 from runs import Ended
 
