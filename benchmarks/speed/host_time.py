@@ -29,7 +29,7 @@ from benchmarks.record.tables import table_of
 from benchmarks.shared.compiled import compiled
 from benchmarks.shared.kept_models import kept_model
 from benchmarks.speed import _idle_gpu
-from moesched.calibration.other_load import OtherLoad
+from moesched.calibration.timing import OtherLoad
 from moesched.devices.native.compiled import library
 from moesched.jobs.session import run_model
 from moesched.models.config import ModelConfig
