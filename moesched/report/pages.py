@@ -33,6 +33,8 @@ from moesched.system.whole_file import whole_file
 from moesched.trace.chrome_writer import TitledRun, common_shifts
 from moesched.trace.recording import About, Recording
 
+_CONSTANT = re.compile(r"^(?:export )?const (\w+) = (\d+);", re.MULTILINE)
+
 
 def write_run_page(
     path: Path | str,
@@ -194,9 +196,6 @@ def _write(path: Path, title: str, sections: Mapping[str, str], runs: Sequence[T
     made = page(text(title), places, reserved(runs), columns.pack(content))
     with whole_file(path, "report") as file:
         file.write(made.encode())
-
-
-_CONSTANT = re.compile(r"^(?:export )?const (\w+) = (\d+);", re.MULTILINE)
 
 
 def reserved(runs: Sequence[TitledRun]) -> str:
