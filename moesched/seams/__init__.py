@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moesched.machines.cost_model import CostModel as CostModel
 from moesched.machines.cost_model import at_once as at_once
 from moesched.serving.admission import Admission as Admission
-from moesched.steps.eviction_rule import Eviction as Eviction
+from moesched.steps.eviction import Eviction as Eviction
 from moesched.work import Demand as Demand
 
 from .device import ChecksMachine as ChecksMachine
