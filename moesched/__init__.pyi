@@ -14,8 +14,8 @@ from moesched.errors import TaskFailed as TaskFailed
 from moesched.jobs.profiling import profile_routing as profile_routing
 from moesched.jobs.report import JobReport as JobReport
 from moesched.jobs.report import write_report as write_report
-from moesched.jobs.run_model import run_model as run_model
 from moesched.jobs.session import Session as Session
+from moesched.jobs.session import run_model as run_model
 from moesched.jobs.simulate_arrivals import simulate_arrivals as simulate_arrivals
 from moesched.jobs.simulate_model import simulate_model as simulate_model
 from moesched.jobs.sparsity import sparsity_of as sparsity_of
@@ -25,7 +25,7 @@ from moesched.machines.local import local_machine as local_machine
 from moesched.models.layout import Page as Page
 from moesched.models.prestack import prestack_model as prestack_model
 from moesched.models.random_model import write_random_model as write_random_model
-from moesched.planner import plan_model as plan_model
+from moesched.planner.proposal import plan_model as plan_model
 from moesched.reproduce import reproduce_paper as reproduce_paper
 from moesched.requests.sampling import Sampling as Sampling
 from moesched.requests.workloads import Workload as Workload

@@ -14,7 +14,7 @@ from moesched.dispatch.expert_placement import tokens_of
 from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.dispatch.setting_limits import require_at_least
-from moesched.steps.eviction_rule import Eviction
+from moesched.steps.eviction import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 

@@ -17,7 +17,7 @@ from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.setting_limits import require_at_least
 from moesched.errors import BadInput
-from moesched.steps.eviction_rule import Eviction
+from moesched.steps.eviction import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 

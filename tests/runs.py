@@ -17,7 +17,7 @@ from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Setting
+from moesched.planner.setting import Setting
 from moesched.plugins import find, make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.assembly import assemble

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 import moesched
 from moesched.analysis.comparison import Comparison
 from moesched.analysis.timeline import Window, timeline_of
-from moesched.planner import Proposal, plan_model
+from moesched.planner.proposal import Proposal, plan_model
 from moesched.plugins import make_policy
-from moesched.report.timeline_drawing import timeline_drawing
+from moesched.report.cell_drawings import timeline_drawing
 from moesched.steps.plan import Plan
 from moesched.trace import About, Recording
 from moesched.trace.chrome_reader import Trace

@@ -14,13 +14,13 @@ import pytest
 from moesched import plugins
 from moesched.plugins import find, shipped_policies
 from moesched.system.cache import cache_folder
-from moesched.testing.grid import Cell, Fault, GridReport, cells_of
 from moesched.testing.grid.advice import advice_of_lanes
+from moesched.testing.grid.cells import Cell, cells_of
 from moesched.testing.grid.check import ChildRun
 from moesched.testing.grid.child import ChildOrder
 from moesched.testing.grid.faults import endless_line
 from moesched.testing.grid.items import Item, Outcome, Subject, cell_item, trial_item
-from moesched.testing.grid.results import rank_among
+from moesched.testing.grid.results import Fault, GridReport, rank_among
 from moesched.testing.grid.rivals import rivals_in
 from moesched.testing.grid.trials import SEEDS, Trial, random_case, trials_of
 from moesched.testing.policy_checks import node_cases, policy_cases

@@ -13,7 +13,7 @@ import pytest
 from moesched.machines import load_machine
 from moesched.machines.changes import changed
 from moesched.machines.networks import load_network
-from moesched.planner import ClusterProposal, plan_cluster
+from moesched.planner.cluster import ClusterProposal, plan_cluster
 
 
 def cluster(nodes: int, network: str = "10gbe", **more: object) -> ClusterProposal:

@@ -23,8 +23,7 @@ from moesched.cluster.control import Control
 from moesched.cluster.control_link import ControlLink
 from moesched.cluster.curve.keys import KeyPair, make_keys
 from moesched.cluster.endpoints import reserved_port
-from moesched.cluster.fingerprint import fingerprint
-from moesched.cluster.handshake import Expected, refusal
+from moesched.cluster.handshake import Expected, fingerprint, refusal
 from moesched.cluster.messages import (
     MOST_BYTES,
     PROTOCOL,

@@ -23,7 +23,6 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.cuda_device import refusal
 from moesched.devices.torch.inspection import library_bytes, lockable_bytes, mapping_refusal
 from moesched.doctor.cluster_facts import cluster_facts, port_state
-from moesched.doctor.cluster_probes import probe_cluster
 from moesched.doctor.endings import begins, judge_peak, settable_limit
 from moesched.doctor.examination import examine
 from moesched.doctor.facts import (
@@ -43,6 +42,7 @@ from moesched.doctor.facts import (
 from moesched.doctor.findings import Finding
 from moesched.doctor.host_facts import cache_facts, clock_facts, mapping_of, model_facts
 from moesched.doctor.policy_runs import Logits, largest_difference
+from moesched.doctor.probes import probe_cluster
 from moesched.system.cuda import CudaFacts, GpuFacts, has_kernels
 from patience import wait_until
 from test_mapped_pages import linux

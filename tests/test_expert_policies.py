@@ -22,7 +22,7 @@ from moesched.machines.sustained import at_peak
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import plan_best
+from moesched.planner.search_policies import plan_best
 from moesched.plugins import make_policy
 from moesched.policies.layer_split import LayerSplit
 from moesched.requests.batch import split_batch

@@ -23,7 +23,7 @@ from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer, open_model
-from moesched.jobs.run_model import run_model
+from moesched.jobs.session import run_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.networks import Activation, Router

@@ -18,7 +18,7 @@ from moesched.cluster.cluster_jobs import run_local
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import WrongValue
 from moesched.models.layout import Page
-from moesched.planner import plan_model
+from moesched.planner.proposal import plan_model
 from moesched.routing.profile import write_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
 from moesched.steps.plan import Plan

@@ -29,7 +29,8 @@ from moesched.machines.toml_text import machine_toml
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Setting, plan_best
+from moesched.planner.search_policies import plan_best
+from moesched.planner.setting import Setting
 from moesched.planner.sizing import choose_sizes
 from moesched.planner.trial_run import trial_run
 from moesched.plugins import find, make_policy

@@ -37,7 +37,8 @@ from moesched.steps.step import Step
 from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Preview
 from moesched.testing import Case, run_on_symbols
-from moesched.testing.symbolic import SymbolicDevice, expected_tokens
+from moesched.testing.symbolic.device import SymbolicDevice
+from moesched.testing.symbolic.model import expected_tokens
 from runs import Ended
 from small_models import SMALL, small_model
 

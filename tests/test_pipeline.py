@@ -15,7 +15,7 @@ from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import plan_best
+from moesched.planner.search_policies import plan_best
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs import hardware
@@ -27,7 +27,7 @@ from moesched.steps.roles import Role
 from moesched.steps.step import Step
 from moesched.tasks import Task
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols
-from moesched.testing.symbolic import SymbolicDevice
+from moesched.testing.symbolic.device import SymbolicDevice
 from moesched.work import Work
 from runs import Ended
 

@@ -17,11 +17,12 @@ from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import BestPlan, plan_best, plan_model
 from moesched.planner.candidate import Candidate
 from moesched.planner.chunks import CHUNK
+from moesched.planner.proposal import plan_model
 from moesched.planner.schedules import SchedulePoint, Schedules
 from moesched.planner.search import best
+from moesched.planner.search_policies import BestPlan, plan_best
 from moesched.planner.setting import Setting
 from moesched.planner.traits import MicroBatchCost, SizeOption, SizeProbe, TraitProbe, Traits
 from moesched.planner.trial_run import trial_run
@@ -309,13 +310,13 @@ def test_a_bound_is_never_below_what_is_predicted(
         cost=cost_model(machine, "bfloat16"),
         objective=objective,
     )
-    schedule = Schedules(where, deep=False).at(SchedulePoint(size, count))
+    schedule = Schedules(where).at(SchedulePoint(size, count))
     assert schedule.throughput <= schedule.bound
 
 
 def test_a_few_layers_have_room_for_the_copies_that_all_layers_have_room_for() -> None:
     where = setting("layer_split", new_tokens=32, lengths=(418,) * 128)
-    few, whole = (Schedules(where, deep=deep).at(SchedulePoint(32, 4)).trial_run for deep in (False, True))
+    few, whole = (Schedules(where).at(SchedulePoint(32, 4), deep=deep).trial_run for deep in (False, True))
     assert few.tasks < whole.tasks
     assert few.prefill_seconds == pytest.approx(whole.prefill_seconds, rel=0.05)
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)

@@ -15,7 +15,7 @@ from moesched.steps.step import Step
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.testing import run_on_symbols
 from moesched.testing.policy_checks import Clock
-from moesched.testing.symbolic import SymbolicDevice
+from moesched.testing.symbolic.device import SymbolicDevice
 
 
 class Shutdown(BaseException):

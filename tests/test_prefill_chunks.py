@@ -34,7 +34,8 @@ from moesched.runs.virtual_run import VirtualRun
 from moesched.steps.plan import Plan
 from moesched.steps.roles import Role
 from moesched.steps.step import Step
-from moesched.testing.symbolic import SymbolicDevice, expected_tokens
+from moesched.testing.symbolic.device import SymbolicDevice
+from moesched.testing.symbolic.model import expected_tokens
 from runs import predicted
 from small_models import SMALL, small_model
 

@@ -19,7 +19,7 @@ from benchmarks.shared.random_models import dbrx, mixtral
 from cluster_fixtures import NEW_TOKENS, PROMPTS, run_seated
 from commands import refused
 from moesched.cluster.cluster_file import Cluster, cluster_toml
-from moesched.cluster.fingerprint import fingerprint
+from moesched.cluster.handshake import fingerprint
 from moesched.dispatch.node_placement import mirrored
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint

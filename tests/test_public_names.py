@@ -57,7 +57,7 @@ def test_the_command_line_explains_itself_without_loading_what_it_runs() -> None
         "anyio",
         "structlog",
         "tokenizers",
-        "moesched.jobs.run_model",
+        "moesched.jobs.session",
     }
 
 

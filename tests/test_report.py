@@ -19,8 +19,8 @@ from moesched.analysis.compare import compare_runs, read_runs
 from moesched.analysis.families import family_of
 from moesched.errors import BadInput
 from moesched.report import write_comparison_page, write_run_page
-from moesched.report.kernel_points import kernel_points
 from moesched.report.page import MODULES
+from moesched.report.roofline_drawing import kernel_points
 from moesched.seams import Demand
 from moesched.steps.pool_counts import Counted
 from moesched.trace import About, Recorder, Recording, TitledRun, critical_path, read_trace, write_trace

@@ -27,7 +27,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import follow_on, serve_on, simulate_serving
-from moesched.runs.serving import Served, Serving
+from moesched.runs.serving import Served, Serving, ServingListener
 from moesched.seams import Device, Policy
 from moesched.serving.admission import FairAmongUsers
 from moesched.serving.arrivals import ListedArrivals
@@ -129,23 +129,17 @@ def test_on_several_nodes_each_request_gets_the_tokens_that_it_has_alone(
     assert_as_alone(serving, alone, stop)
 
 
-class Closes:
+class Closes(ServingListener):
     """A listener that closes a transport with the fifth token."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
         self._left = 5
 
-    def loaded(self, serving: Serving) -> None:
-        """Nothing."""
-
     def token(self, served: Served) -> None:
         self._left -= 1
         if not self._left:
             run_on_own_loop(self._transport.aclose)
-
-    def step(self, serving: Serving) -> None:
-        """Nothing."""
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -18,7 +18,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import RunNames
-from moesched.runs.serving import Served, Serving
+from moesched.runs.serving import Serving, ServingListener
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
@@ -53,12 +53,8 @@ def test_a_server_writes_its_steps_and_requests_when_it_ends(tmp_path: Path) -> 
     assert max(span.ended for span in spans) <= max(ends)
 
 
-class Fails:
+class Fails(ServingListener):
     """A listener that fails at the third step."""
-
-    def loaded(self, serving: Serving) -> None: ...
-
-    def token(self, served: Served) -> None: ...
 
     def step(self, serving: Serving) -> None:
         if serving.steps == 3:

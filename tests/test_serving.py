@@ -29,7 +29,7 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import as_used_by, plan_run
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import serve_on
-from moesched.runs.serving import Served, Serving
+from moesched.runs.serving import Served, Serving, ServingListener
 from moesched.seams import Device
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
@@ -242,7 +242,7 @@ def test_prompts_that_are_cut_over_steps_give_the_tokens_of_whole_ones(
     assert tokens_of(serving) == alone
 
 
-class Followed:
+class Followed(ServingListener):
     """Hands over further requests, from another thread, as tokens come; the last one closes."""
 
     def __init__(self, arrivals: LiveArrivals, requests: Sequence[Request]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ from benchmarks.shared.small_runs import TWO_MEMORIES
 from moesched.cli.serve import chosen
 from moesched.devices.lagging.device import LaggingDevice
 from moesched.errors import BadInput
-from moesched.inputs.budgets import assumed_process
 from moesched.inputs.defaults import POLICY
 from moesched.jobs.options import PlannedOptions
 from moesched.jobs.served_model import served_model
 from moesched.jobs.served_options import ServedOptions
 from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, require_plan, serving_job
 from moesched.machines import load_machine
-from moesched.models.layout import room_for
 from moesched.models.shapes import SHAPES
-from moesched.planner import plannable
+from moesched.planner.search_policies import plannable
 from moesched.runs.service_report import ServiceReport
 from moesched.server.messages import Ready
 from small_models import SMALL, small_model
@@ -38,8 +35,7 @@ LITTLE = {"gpu": "6MB"}
 def planned(policy: str = POLICY, context: int = 64, **more: Any) -> ServingPlan:
     given = PlannedOptions(machine=T4, policy=policy, **more)
     job = serving_job(given, WIDE, T4)
-    process = partial(assumed_process, T4)
-    return plan_serving(job, context, room_for, process, chooses=policy == POLICY)
+    return plan_serving(job, context)
 
 
 def burst(folder: Path, **more: Any) -> ServiceReport:
@@ -136,8 +132,8 @@ def test_memory_is_reserved_for_parts_of_prompts_and_not_for_the_longest() -> No
     machine, config = load_machine("m2-ultra"), SHAPES["mixtral-8x7b"]
     given = PlannedOptions(machine=machine, policy="resident", batch_size=4)
     job = serving_job(given, config, machine)
-    found = plan_serving(job, 32_768, room_for, partial(assumed_process, machine), chooses=False)
-    whole, _ = job.plan(replace(found.capacity, chunk=0).fullest(), room_for)
+    found = plan_serving(job, 32_768)
+    whole, _ = job.plan(replace(found.capacity, chunk=0).fullest())
     cut, long = (
         sum(each.nbytes for each in plan.reservations.of(plan.declared) if each.content == "buffers")
         for plan in (found.plan, whole)

@@ -17,7 +17,8 @@ from moesched.machines.local import unified_machine
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Setting, plannable
+from moesched.planner.search_policies import plannable
+from moesched.planner.setting import Setting
 from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find
 from moesched.requests.batch import split_batch

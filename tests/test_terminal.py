@@ -27,7 +27,8 @@ from moesched.cli.tables import print_table
 from moesched.errors import BadInput
 from moesched.jobs.report import JobReport
 from moesched.machines.profiles import load_machine
-from moesched.testing.grid import cells_of, check_on_grid
+from moesched.testing.grid.cells import cells_of
+from moesched.testing.grid.check import check_on_grid
 from terminals import COLUMNS, terminal
 
 MORE = (

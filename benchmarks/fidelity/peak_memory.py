@@ -190,7 +190,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
 
 def generate(asked: dict[str, Any], prompts: list[list[int]]) -> ProcessBytes | None:
     """The memory of a batch."""
-    from moesched.jobs.run_model import run_model
+    from moesched.jobs.session import run_model
 
     Path("/proc/self/clear_refs").write_text("5")
     return run_model(

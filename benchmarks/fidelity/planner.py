@@ -37,14 +37,14 @@ from moesched.machines import Machine, load_machine
 from moesched.machines.build import Parts, build_machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import room_for, weight_layout
-from moesched.planner import BestPlan, Setting, plan_best, plannable, splits_kv
 from moesched.planner.candidate import Candidate
 from moesched.planner.chunks import CHUNK
 from moesched.planner.objectives import requests_for
 from moesched.planner.proposal import MOST_REQUESTS
 from moesched.planner.ranking import Ranked
 from moesched.planner.schedules import Schedule, SchedulePoint, resident_of
-from moesched.planner.setting import KV_SHARE
+from moesched.planner.search_policies import BestPlan, plan_best, plannable
+from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 from moesched.plugins import find
 from moesched.requests.workloads import Workload, load_workload
 

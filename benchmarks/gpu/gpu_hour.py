@@ -58,7 +58,7 @@ from moesched.system.cache import cache_folder
 LEAST_SECONDS = 5.0
 """Kept for the end: processes and models are removed."""
 FAILED = "failed: "
-PRELOADED = ("moesched.cli.main", "moesched.jobs.run_model", "moesched.devices.torch.cuda_device")
+PRELOADED = ("moesched.cli.main", "moesched.jobs.session", "moesched.devices.torch.cuda_device")
 
 BENCHMARK = Benchmark(
     __file__,

@@ -14,7 +14,7 @@ from benchmarks.peers.protocol import LONGEST_REASON, Message, PeerFailed
 from benchmarks.peers.registry import LLAMA_CPP, OURS
 from benchmarks.peers.rounds import spread, undisturbed, wait_for_quiet
 from benchmarks.record.benchmark import children_seconds
-from moesched.calibration.other_load import OtherLoad
+from moesched.calibration.timing import OtherLoad
 from moesched.system.cores import usable_cores
 
 SOURCE = Path(__file__).with_name("first_token.c")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from benchmarks.peers.environment import Peer
 from benchmarks.peers.protocol import Message, PeerFailed, Worker
 from benchmarks.shared.memory_rate import at_one_rate, memory_gbs
-from moesched.calibration.other_load import OtherLoad
+from moesched.calibration.timing import OtherLoad
 
 QUIET_CORES = 0.1
 QUIET_SECONDS = 0.2

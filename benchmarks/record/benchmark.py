@@ -27,7 +27,7 @@ from benchmarks.record.results import (
     stored,
     this_machine,
 )
-from moesched.calibration.other_load import OtherLoad
+from moesched.calibration.timing import OtherLoad
 
 T = TypeVar("T")
 

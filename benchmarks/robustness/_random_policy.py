@@ -12,7 +12,7 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.tasks import CANCELLED, DONE, FAILED, Task
 from moesched.testing import Case, Clock, policy_cases, run_on_symbols
-from moesched.testing.symbolic import SymbolicDevice
+from moesched.testing.symbolic.device import SymbolicDevice
 
 POLICIES = (
     "adversarial",

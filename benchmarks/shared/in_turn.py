@@ -14,8 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 from benchmarks.record.benchmark import progress
 from benchmarks.shared.memory_rate import at_one_rate, memory_gbs
 from moesched.calibration.calibrate import calibrate_machine
-from moesched.calibration.other_load import OtherLoad
-from moesched.calibration.timing import MOST_OTHER_CORES, Others
+from moesched.calibration.timing import MOST_OTHER_CORES, OtherLoad, Others
 from moesched.machines import Machine
 
 MOST_TURNS = 3

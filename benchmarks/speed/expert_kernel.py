@@ -46,7 +46,7 @@ from moesched.devices.products.linear import expert_ffn
 from moesched.devices.products.packed_weights import pack, packing_pays
 from moesched.devices.products.team import Team, use_cores
 from moesched.devices.shared.arena import aligned_bytes
-from moesched.jobs.run_model import run_model
+from moesched.jobs.session import run_model
 from moesched.models.shapes import SHAPES
 from moesched.system.cores import usable_cores
 

@@ -29,9 +29,9 @@ from benchmarks.record.tables import table_of
 from benchmarks.shared.compiled import compiled
 from benchmarks.shared.kept_models import kept_model
 from benchmarks.speed import _idle_gpu
-from moesched.calibration.other_load import OtherLoad
+from moesched.calibration.timing import OtherLoad
 from moesched.devices.native.compiled import library
-from moesched.jobs.run_model import run_model
+from moesched.jobs.session import run_model
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES

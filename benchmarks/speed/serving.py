@@ -24,7 +24,7 @@ from moesched.jobs.served_model import served_model
 from moesched.jobs.served_options import ServedOptions
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
-from moesched.runs.serving import Served, Serving
+from moesched.runs.serving import Served, Serving, ServingListener
 from moesched.serving.live import LiveArrivals
 from moesched.serving.request import Request
 
@@ -131,7 +131,7 @@ def budgets(model: Path, way: Way) -> dict[str, int] | None:
     return {"host": int(way.share * sum(page.nbytes for page in layout.pages)) + 300_000_000}
 
 
-class Users:
+class Users(ServingListener):
     """Users who each send a request when they have the answer to the one before."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -159,9 +159,6 @@ class Users:
         elif self._open == 0:
             self.ended = time.perf_counter()
             self.arrivals.close()
-
-    def step(self, serving: Serving) -> None:
-        """Do nothing."""
 
 
 def served(given: ServedOptions, prompts: Sequence[Sequence[int]]) -> float:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from moesched.analysis.bottleneck import Bottleneck, bottleneck
 from moesched.analysis.critical_time import PathPart, path_parts, stretches_of
 from moesched.analysis.helps import Help, helps
 from moesched.analysis.lane_times import LaneTime, lane_times, together
-from moesched.analysis.lengthened import lengthened
 from moesched.analysis.replayed_run import without_loading
 from moesched.analysis.returning_pages import returning_pages
 from moesched.analysis.what_if import Progress, WhatIf, what_if
 from moesched.errors import BadInput
 from moesched.steps.pool_counts import Counted
-from moesched.trace.recording import About, PoolSample, Recording
+from moesched.trace.recording import About, PoolSample, Recording, Slice
 from moesched.trace.waits import waits_of
 
 
@@ -102,7 +102,7 @@ def explain(
         raise BadInput("the trace has no tasks: record a run that generates tokens")
     run = without_loading(recording)
     if decode_steps is not None and not recording.trimmed:
-        run = lengthened(run, decode_steps)
+        run = _lengthened(run, decode_steps)
     total = run.end - run.start
     if not total:
         raise BadInput("the tasks of the trace take no time: record the run again")
@@ -163,3 +163,40 @@ def _handovers(run: Recording) -> list[HandoverTime]:
         for (kind, lane), times in found.items()
     ]
     return sorted(handovers, key=lambda each: -each.dispatch_seconds - each.submit_seconds)
+
+
+def _lengthened(run: Recording, decode_steps: int) -> Recording:
+    """Return a run's first steps with decode stretched to the time that all decode steps of the run would take.
+
+    No task is added. In the result the prefill has its true share of the run's time.
+
+    Args:
+        run: the first steps of a run, without the loading of weights.
+        decode_steps: number of the whole run's decode steps; if no more than that were recorded, nothing is stretched.
+    """
+    recorded = len({each.step for each in run.slices if each.phase == "decode"})
+    if not 0 < recorded < decode_steps:
+        return run
+    prefill = max((each.end for each in run.slices if each.phase == "prefill"), default=run.start)
+
+    def stretched(nanoseconds: int) -> int:
+        return nanoseconds * decode_steps // recorded
+
+    def moved(moment: int) -> int:
+        return prefill + stretched(moment - prefill) if moment > prefill else moment
+
+    def moved_slice(each: Slice) -> Slice:
+        if each.end <= prefill:
+            return each
+        longer = replace(each, start=moved(each.start), end=moved(each.end))
+        if each.start < prefill:
+            return longer
+        delay = each.submit_delay
+        return replace(
+            longer,
+            dispatch=stretched(each.dispatch),
+            launching=stretched(each.launching),
+            submit_delay=stretched(delay) if delay > 0 else delay,
+        )
+
+    return replace(run, slices=[moved_slice(each) for each in run.slices])

@@ -6,7 +6,7 @@ all other modes only the weights of the second layer are fetched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
 from moesched.steps.plan import Plan
@@ -157,13 +157,18 @@ class Exercise:
             return
         routed = await step.route(i, j)
         on_host = list(routed)[1::2] if self.mode is Mode.SHARING else []
-        if on_host:
-            step.offload_routed(i, j)
-        for expert in routed:
-            step.run_expert(i, expert, j, at="host" if expert in on_host else "accelerator")
-        if on_host:
-            step.load_routed(i, j)
-        self.last = step.combine(i, j)
+        self.last = run_routed(step, i, j, routed, on_host)
+
+
+def run_routed(step: Step, i: int, j: int, experts: Iterable[int], on_host: Collection[int]) -> Task:
+    """Run the experts that micro-batch j chose in layer i, those `on_host` on the host; return the task `combine`."""
+    if on_host:
+        step.offload_routed(i, j)
+    for expert in experts:
+        step.run_expert(i, expert, j, at="host" if expert in on_host else "accelerator")
+    if on_host:
+        step.load_routed(i, j)
+    return step.combine(i, j)
 
 
 class FinishedTasks:

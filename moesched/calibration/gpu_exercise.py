@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
+from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER, run_routed
 from moesched.models.layout import Page
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -126,11 +126,4 @@ class GpuExercise:
 
     async def _experts(self, step: Step, i: int, j: int) -> None:
         routed = await step.route(i, j)
-        at_host = list(routed)[1::2]
-        if at_host:
-            step.offload_routed(i, j)
-        for expert in routed:
-            step.run_expert(i, expert, j, at="host" if expert in at_host else "accelerator")
-        if at_host:
-            step.load_routed(i, j)
-        step.combine(i, j)
+        run_routed(step, i, j, routed, list(routed)[1::2])

@@ -1,13 +1,13 @@
-"""Times calls, alone and beside others, and repeats measurements that other processes disturbed."""
+"""Times calls, alone and beside others; measures the load of other processes, and repeats what they disturbed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Protocol
-
-from moesched.calibration.other_load import OtherLoad
 
 Call = Callable[[], object]
 Step = Callable[[], Call]
@@ -21,6 +21,32 @@ class Others(Protocol):
     """Interface of `OtherLoad`, an object that measures the load of other processes from its creation on."""
 
     def cores(self) -> float: ...
+
+
+class OtherLoad:
+    """Load of other processes and the hypervisor since this object was made.
+
+    Interrupts do not count: they may serve this process's own reads.
+    """
+
+    def __init__(self) -> None:
+        self._since = perf_counter(), _busy_seconds_of_others()
+
+    def cores(self) -> float:
+        """Return the mean number of cores that others kept busy; 0 if the system does not report it."""
+        start, busy = self._since
+        return max(0.0, _busy_seconds_of_others() - busy) / (perf_counter() - start)
+
+
+def _busy_seconds_of_others() -> float:
+    try:
+        numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, _, _, stolen = map(int, numbers)
+    all_processes = (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
+    own = os.times()
+    return all_processes - own.user - own.system
 
 
 def undisturbed(step: Step, repeats: int, watch: Callable[[], Others] = OtherLoad) -> tuple[float, int]:

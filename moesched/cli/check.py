@@ -15,7 +15,7 @@ from moesched.options import Option
 from moesched.units import format_seconds
 
 if TYPE_CHECKING:
-    from moesched.testing.grid import Advice, CellResult, Fault, GridReport
+    from moesched.testing.grid.results import Advice, CellResult, Fault, GridReport
 
 EPILOGUE = """Examples:
 
@@ -84,7 +84,8 @@ def check(given: CheckArguments) -> int:
 
     Exit code 1 if there are faults.
     """
-    from moesched.testing.grid import cells_of, check_on_grid
+    from moesched.testing.grid.cells import cells_of
+    from moesched.testing.grid.check import check_on_grid
 
     with Bar("checking") as bar:
         report = check_on_grid(

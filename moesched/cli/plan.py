@@ -17,8 +17,7 @@ from moesched.options import described, flags_given, part_of
 from moesched.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from moesched.planner import ClusterProposal
-    from moesched.planner.cluster import Way
+    from moesched.planner.cluster import ClusterProposal, Way
     from moesched.planner.proposal import Proposal
     from moesched.planner.ranking import Ranked
 
@@ -85,7 +84,7 @@ def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) 
 
 
 def _propose(given: PlanOptions) -> Proposal:
-    from moesched.planner import plan_model
+    from moesched.planner.proposal import plan_model
 
     with Bar("planning") as bar:
         asked = replace(given, on_progress=lambda what: bar.update(0, what=what))
@@ -93,7 +92,7 @@ def _propose(given: PlanOptions) -> Proposal:
 
 
 def _propose_cluster(given: PlanOptions, cluster: NodesOptions) -> ClusterProposal:
-    from moesched.planner import plan_cluster
+    from moesched.planner.cluster import plan_cluster
 
     taken = described(ClusterPlanOptions)
     flags = [each.flag for each in taken.values()]

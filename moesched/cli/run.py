@@ -41,7 +41,7 @@ def run(given: RunArguments, alone: AloneOptions, processes: ProcessesOptions) -
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """
     if processes.nodes is None:
-        from moesched.jobs.run_model import run_model
+        from moesched.jobs.session import run_model
 
         for flag in flags_given(processes):
             raise BadInput(f"{flag} is for several processes: give --local N as well, or omit {flag}")
@@ -51,7 +51,7 @@ def run(given: RunArguments, alone: AloneOptions, processes: ProcessesOptions) -
             f"--local {processes.nodes} starts several processes, and {flag} is for one: omit {flag}"
         )
     if given.policy == POLICY:
-        from moesched.jobs.planners_choice import chooses_for_one_machine
+        from moesched.jobs.job import chooses_for_one_machine
 
         raise chooses_for_one_machine(processes.nodes)
     from moesched.cluster.cluster_jobs import run_local

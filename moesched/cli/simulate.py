@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import Bar, print_json
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.errors import BadInput
 from moesched.jobs.options import ScenarioOptions, SimulationOptions
 from moesched.jobs.served_options import ArrivalsOptions
 from moesched.options import flags_given, part_of
+from moesched.units import format_seconds
 
 if TYPE_CHECKING:
     from moesched.jobs.report import JobReport
+    from moesched.runs.service_report import Percentiles, ServiceReport
 
 EPILOGUE = """Examples:
 
@@ -83,7 +86,6 @@ def _simulate_arrivals(
 ) -> None:
     from moesched.cli.display import SIMULATING
     from moesched.cli.results import say_where
-    from moesched.cli.service_table import print_service
     from moesched.jobs.simulate_arrivals import simulate_arrivals
     from moesched.system.whole_file import write_json
 
@@ -102,3 +104,39 @@ def _simulate_arrivals(
         return
     print_service(report)
     say_where(given.trace, None)
+
+
+def print_service(report: ServiceReport) -> None:
+    """Print the report: model and policy, times of requests, rates, requests at once, and use of the KV cache."""
+    word = "measured" if report.measured else "predicted"
+    capacity = report.capacity
+    place = report.machine if report.nodes == 1 else f"{report.nodes} nodes of {report.machine}"
+    say(f"\n{report.model} ({report.dtype}) on {place}, {report.policy}, {word}\n")
+    done = report.requests - report.left
+    say(f"{report.requests} requests in {format_seconds(report.seconds)}, {done} completed")
+    say(
+        f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.3g} tokens/s, "
+        f"{report.steps:,} steps\n"
+    )
+    times = {
+        "to a place": report.waited,
+        "to the first token": report.ttft,
+        "between tokens": report.tpot,
+        "between tokens, longest": report.pause,
+    }
+    rows = [[name, *_cells(found)] for name, found in times.items() if found is not None]
+    print_table(["seconds", "p50", "p90", "p99"], rows, figures=3)
+    mean, most = report.running
+    waiting, longest = report.queue
+    held, fullest = report.cache_held
+    say(
+        f"\non average {mean:.3g} requests ran at once ({most} at most, of {capacity.places * capacity.sequences}), "
+        f"and {waiting:.3g} waited ({longest} at most)"
+    )
+    say(f"KV cache: {held:.0%} taken, {fullest:.0%} at most")
+    if report.objectives is not None and report.kept is not None:
+        say(f"objectives kept by {report.kept:.1%}: goodput {report.goodput:.3g} requests/s")
+
+
+def _cells(found: Percentiles) -> list[str]:
+    return [format_seconds(each) for each in (found.p50, found.p90, found.p99)]

@@ -23,8 +23,7 @@ from moesched.cluster.cluster_file import (
 from moesched.cluster.cluster_report import cluster_report, write_recordings
 from moesched.cluster.control import Control
 from moesched.cluster.curve.keys import SECRET_NAME, KeyPair, default_folder, make_keys, read_keys, write_keys
-from moesched.cluster.fingerprint import fingerprint
-from moesched.cluster.handshake import Expected
+from moesched.cluster.handshake import Expected, fingerprint
 from moesched.cluster.launcher import Launch
 from moesched.cluster.members import (
     Process,

@@ -94,7 +94,7 @@ class Control:
             left = max(0.0, deadline - time.monotonic())
             ready = dict(self._poller.poll(int(1000 * left)))
             if self._check.socket in ready:
-                self._let_in_or_refuse()
+                self._admit_or_refuse()
             elif self._socket not in ready:
                 break
         while self._ends.poll(
@@ -139,12 +139,12 @@ class Control:
         self._socket.close()
         self._context.term()
 
-    def _let_in_or_refuse(self) -> None:
+    def _admit_or_refuse(self) -> None:
         """Admit or refuse one peer that tried to connect."""
-        knock = self._check.answer()
-        if not knock.let_in and len(self.refused) < LOGGED:
-            self.refused.append(knock.address)
-            _log.warning("refused: unknown key", peer=knock.address, key=knock.key)
+        attempt = self._check.answer()
+        if not attempt.admitted and len(self.refused) < LOGGED:
+            self.refused.append(attempt.address)
+            _log.warning("refused: unknown key", peer=attempt.address, key=attempt.key)
 
     def _receive(self) -> Heard | None:
         frames = self._socket.recv_multipart(copy=False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import msgspec
 
 from moesched.cluster.cluster_file import Cluster
 from moesched.cluster.messages import PROTOCOL, JoinRequest
+from moesched.models.checkpoint import Checkpoint
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,3 +47,20 @@ def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -
     if join.model != expected.model:
         return "its model differs from the launcher's in configuration, tensors or files: copy the whole folder again"
     return None
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Return a hash of a model's configuration, its tensors' names, shapes, dtypes and places, and its files' sizes.
+
+    Copies of a checkpoint have equal fingerprints in any folder, even if files are absent. Values of weights are not
+    covered: reading them would take as long as loading the model on every node.
+    """
+    tensors = sorted(
+        (name, list(stored.shape), stored.format.name, stored.file.name, stored.offset, stored.nbytes)
+        for name, stored in checkpoint.tensors.items()
+    )
+    files = sorted({stored.file for stored in checkpoint.tensors.values()})
+    sizes = [(file.name, checkpoint.absent.get(file) or file.stat().st_size) for file in files]
+    config = msgspec.structs.replace(checkpoint.config, name="")  # the folder's name
+    content = (msgspec.to_builtins(config), tensors, sizes)
+    return sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()

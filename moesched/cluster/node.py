@@ -17,7 +17,7 @@ from moesched.cluster.build import this_build
 from moesched.cluster.cluster_file import Cluster, Host, load_cluster
 from moesched.cluster.control_link import ControlLink
 from moesched.cluster.curve.keys import SECRET_NAME, KeyPair, default_folder, read_keys
-from moesched.cluster.fingerprint import fingerprint
+from moesched.cluster.handshake import fingerprint
 from moesched.cluster.members import GRACE_SECONDS, keep_to
 from moesched.cluster.messages import (
     PROTOCOL,

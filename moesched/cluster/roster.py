@@ -142,11 +142,11 @@ class Roster:
         """
         early, self._early = self._early, []
         for heard, join in early:
-            self._let_in(heard, join)
+            self._admit(heard, join)
         for heard in self._control.hear(seconds):
             message = heard.message
             if isinstance(message, JoinRequest):
-                self._let_in(heard, message)
+                self._admit(heard, message)
                 continue
             node = next((node for node in self.nodes if node.peer == heard.peer), None)
             if node is None:
@@ -238,7 +238,7 @@ class Roster:
         """Test whether a node's process or connection has ended, as far as is known."""
         return node.process.poll() is not None or node.hung_up or self._control.has_ended(node.peer)
 
-    def _let_in(self, heard: Heard, join: JoinRequest) -> None:
+    def _admit(self, heard: Heard, join: JoinRequest) -> None:
         reason = refusal(join, heard.key, self._cluster, self._expected) or self._build_refusal(join)
         node = self.nodes[join.rank] if reason is None else None
         if node is not None and self._ended(node) and (node.lost is None or node in self.members):

@@ -8,8 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from moesched.dispatch.expert_placement import Expert
 from moesched.models.layout import Page, WeightLayout
-from moesched.steps.eviction import RuledPages
-from moesched.steps.eviction_rule import Eviction
+from moesched.steps.eviction import Eviction, RuledPages
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from moesched.dispatch.expert_placement import Expert, Routed, order_of, popular
 from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
 from moesched.dispatch.setting_limits import require_at_most
 from moesched.routing.scores import ScoredTokens
-from moesched.steps.eviction_rule import Eviction
+from moesched.steps.eviction import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from msgspec.structs import replace
 from moesched import plugins
 from moesched.cluster.cluster_file import load_cluster
 from moesched.doctor.cluster_facts import cluster_facts
-from moesched.doctor.cluster_probes import probe_cluster
 from moesched.doctor.facts import Facts, KernelFacts, MetalFacts
 from moesched.doctor.findings import Finding
-from moesched.doctor.gpu_probes import probe_cuda, probe_metal
 from moesched.doctor.host_facts import (
     bytes_of_model,
     cache_facts,
@@ -29,39 +26,13 @@ from moesched.doctor.host_facts import (
     model_facts,
     processor_facts,
 )
-from moesched.doctor.host_probes import (
-    LOCKED_WANTED,
-    probe_clock,
-    probe_cores,
-    probe_folders,
-    probe_kernels,
-    probe_locked_memory,
-    probe_mapped_files,
-    probe_memory,
-    probe_processor,
-)
+from moesched.doctor.probes import LOCKED_WANTED, PROBES
 from moesched.errors import BadInput
 from moesched.models.gguf.parts import is_gguf
 from moesched.system.cache import cache_folder
 from moesched.system.cuda import CudaFacts
 from moesched.system.input_file import is_folder
 from moesched.system.memory import require_address_space
-
-Probe = Callable[[Facts], Iterator[Finding]]
-
-PROBES: Sequence[Probe] = (
-    probe_processor,
-    probe_kernels,
-    probe_cores,
-    probe_memory,
-    probe_locked_memory,
-    probe_mapped_files,
-    probe_folders,
-    probe_clock,
-    probe_cuda,
-    probe_metal,
-    probe_cluster,
-)
 
 TORCH = "moesched.devices.torch.inspection"
 MLX = "moesched.devices.mlx.inspection"

@@ -13,7 +13,7 @@ from moesched.doctor.findings import Finding
 from moesched.doctor.tiny_model import MICRO_BATCH, NEW_TOKENS, PROMPTS
 from moesched.errors import BadInput
 from moesched.jobs.report import JobReport
-from moesched.jobs.run_model import run_model
+from moesched.jobs.session import run_model
 from moesched.runs.listeners import Listener
 from moesched.seams import Device, is_expert_parallel
 from moesched.trace import check_trace

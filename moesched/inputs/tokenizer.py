@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from moesched.errors import BadInput
 from moesched.inputs.gguf_tokenizer import gguf_tokenizer
-from moesched.inputs.token_bytes import stands_for_bytes, token_bytes
 from moesched.models.checkpoint import Checkpoint, checkpoint_of, read_contents
 from moesched.models.gguf.parts import is_gguf, read_parts
 from moesched.models.gguf.vocabulary import Vocabulary, read_vocabulary
@@ -19,6 +19,9 @@ from moesched.system.silence import STDERR, silent
 
 if TYPE_CHECKING:
     import tokenizers
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "▁"
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -231,3 +234,38 @@ def open_model(model: Path, *, partial: bool = False) -> tuple[Checkpoint, Token
     """
     contents = read_contents(model, partial=partial)
     return checkpoint_of(contents), make_tokenizer(contents.path, contents.vocabulary)
+
+
+def stands_for_bytes(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Test whether characters in the token names of a `tokenizers.Tokenizer` stand for bytes, as in GPT-2's."""
+    decoder = tokenizer.decoder
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+def token_bytes(name: str, *, in_bytes: bool) -> bytes:
+    """Return the bytes of text that a token stands for, given the token's name in the vocabulary.
+
+    The name of a special token is encoded in UTF-8.
+
+    Args:
+        in_bytes: whether the characters of names stand for bytes; otherwise names are text, with ▁ for a space.
+    """
+    if in_bytes:
+        table = _bytes_by_character()
+        if all(character in table for character in name):
+            return bytes(table[character] for character in name)
+        return name.encode()
+    if found := _BYTE.fullmatch(name):
+        return bytes.fromhex(found[1])
+    return name.replace(_SPACE, " ").encode()
+
+
+@cache
+def _bytes_by_character() -> Mapping[str, int]:
+    """Return the byte that each character stands for in names of GPT-2's tokens.
+
+    Printable bytes have their own Latin-1 character; the others, in order, have the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -95,11 +95,11 @@ class Call:
     def _batches(self) -> list[Batch]:
         """Return the successive batches; if one does not fit into memory, raise BadInput before any runs."""
         lengths, new_tokens = list(map(len, self._prompts)), self._given.max_new_tokens
-        sizes = self._job.sizes(lengths, new_tokens, self._devices.slot_bytes)
+        sizes = self._job.sizes(lengths, new_tokens)
         batches = list(batches_of(lengths, new_tokens, sizes))
         if len(batches) > 1:
             for batch in batches:
-                self._job.plan(batch, self._devices.slot_bytes)
+                self._job.plan(batch)
         return batches
 
     def _prompts_of(self, batch: Batch) -> Sequence[Sequence[int]]:
@@ -118,7 +118,7 @@ class Call:
     def _run_batch(self, batch: Batch, texts: TextListener, files: BatchFiles, explains: bool) -> JobReport:
         expectation = None
         if self._given.expect:
-            expectation = Expectation(self._job, batch, self._devices, self._obstacle, self._predicted)
+            expectation = Expectation(self._job, batch, self._obstacle, self._predicted)
         ranks = self._ranks(batch)
         plan = ranks[0].plan
         self._listener.planned(plan)
@@ -156,9 +156,7 @@ class Call:
     def _ranks(self, batch: Batch) -> list[Rank]:
         """Return a plan and a policy for each device."""
         return [
-            Rank(
-                *self._job.plan(batch, self._devices.slot_bytes, policy=self._policies.next_of(rank)), device
-            )
+            Rank(*self._job.plan(batch, policy=self._policies.next_of(rank)), device)
             for rank, device in enumerate(self._devices.all)
         ]
 

@@ -22,7 +22,6 @@ from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
 from moesched.planner.uncertainty import MOST_STEPS, RunsProgress
 from moesched.requests.batch import Batch
 from moesched.routing.observed import ObservedRouting
-from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.decisions import rows_of_experts, simulated_decisions
 from moesched.runs.ending import Ending
@@ -62,13 +61,10 @@ class Expectation:
         observers: observers to pass to the measured run.
     """
 
-    def __init__(
-        self, job: Job, batch: Batch, devices: Devices, obstacle: str | None, policies: BatchPolicies
-    ) -> None:
+    def __init__(self, job: Job, batch: Batch, obstacle: str | None, policies: BatchPolicies) -> None:
         self._job = job
         self._policies = policies
         self._batch = batch
-        self._devices = devices
         self._obstacle = obstacle
         layers = job.layout.config.layers * len(batch.micro_batches)
         self._most_steps = max(LEAST_STEPS, MOST_TASKS // (LEAST_TASKS_OF_A_LAYER * layers))
@@ -104,15 +100,15 @@ class Expectation:
 
     def _predict(self, report: JobReport, estimating: RunsProgress | None) -> JobReport:
         started = perf_counter()
-        slot_bytes = self._devices.slot_bytes
-        plan, policy = self._job.plan(self._batch, slot_bytes, policy=self._policies.next_of(0))
+        plan, policy = self._job.plan(self._batch, policy=self._policies.next_of(0))
         config, steps = plan.layout.config, len(report.step_seconds)
         simulated = min(steps, self._most_steps, max(LEAST_STEPS, steps * MOST_TASKS // report.tasks))
-        forecast = RouterForecast(self._routing, config.routed.experts, _accuracy(report.previews))
         kinds, busy = KindMeter(), _BusyBySteps(simulated)
         virtual = VirtualRun(
             [Rank(plan, policy)],
-            decisions=simulated_decisions(plan, self._routing, forecast, report.tokens or ()),
+            decisions=simulated_decisions(
+                plan, self._routing, _accuracy(report.previews), report.tokens or ()
+            ),
             tokens=TokenHandling(config.stop_tokens, rows_apart=self._routing.rows_apart),
             observers=[kinds, busy],
             steps=simulated,
@@ -132,7 +128,7 @@ class Expectation:
 
     def _ranks(self) -> list[Rank]:
         """Plan the first batch anew with a new policy, and return both as the only rank of a simulation."""
-        return [Rank(*self._job.plan(self._batch, self._devices.slot_bytes))]
+        return [Rank(*self._job.plan(self._batch))]
 
 
 def obstacle(given: SessionOptions, job: Job, devices: Devices) -> str | None:

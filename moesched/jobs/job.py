@@ -10,22 +10,24 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
-from moesched.inputs.budgets import within_process
+from moesched.inputs.budgets import assumed_process, within_process
 from moesched.inputs.chosen_policy import ChosenPolicy, PolicyGiven, choose_policy
-from moesched.inputs.defaults import MACHINE
+from moesched.inputs.defaults import MACHINE, POLICY
 from moesched.inputs.dtype import dtype_for
 from moesched.jobs.options import PlannedOptions
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page, weight_layout
-from moesched.planner import KV_SHARE, Setting, splits_kv
+from moesched.models.layout import Page, room_for, weight_layout
 from moesched.planner.chunks import SMALLEST_CHUNK
+from moesched.planner.search_policies import FIRST, require_one_policy
+from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 from moesched.planner.sizing import choose_sizes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.planning import as_used_by, plan_run
+from moesched.runs.ranks import Devices, process_of
 from moesched.seams import Device, Policy
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
@@ -44,6 +46,8 @@ class Job:
 
     Attributes:
         chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
+        chooses: whether the planner is to choose the policy; until then the job has a provisional one.
+        slot_bytes: returns the bytes of memory that a page of weights takes: `room_for`, or what the devices say.
 
     Raises:
         BadInput: an option cannot be used.
@@ -64,7 +68,11 @@ class Job:
         self.beams = beams
         self.nodes = nodes
         self.chosen_at: float | None = None
-        chosen = choose_policy(options.policy, options.settings)
+        self.slot_bytes: Callable[[Page], int] = room_for
+        self.chooses = options.policy == POLICY
+        if self.chooses and nodes > 1:
+            raise chooses_for_one_machine(nodes)
+        chosen = policy_until_chosen(options)
         cut, self.machine, self.budgets = cut_over_ranks(
             config,
             machine,
@@ -73,6 +81,7 @@ class Job:
             chosen.cls,
             here=options.machine == MACHINE,
         )
+        self._measure = partial(assumed_process, self.machine)
         self._process: Process | None = None
         self._sizes: BatchSizes | None = None
         self.layout = weight_layout(cut, dtype_for(cut.dtype, options.dtype, self.machine, device))
@@ -92,7 +101,7 @@ class Job:
         chosen_at: tokens per second that the planner predicts.
         """
         job = copy(self)
-        job.chosen_at, job._sizes = chosen_at, None
+        job.chooses, job.chosen_at, job._sizes = False, chosen_at, None
         job._take(choose_policy(policy))
         return job
 
@@ -108,12 +117,17 @@ class Job:
         job.beams, job._sizes = beams, None
         return job
 
-    def use_device(self, device: Device) -> None:
-        """Make the job plan for this device; call this before `sizes` and `plan`."""
-        self.machine = as_used_by(device, self.machine)
+    def use_devices(self, devices: Devices, ahead: int = 0) -> None:
+        """Make the job plan for these devices; call this before `use_process`.
 
-    def use_process(self, process: Process) -> None:
-        """Set the process that runs the plans; the process's other bytes also count in its budget.
+        ahead: bytes of this process that were already allocated for weights.
+        """
+        self.machine = as_used_by(devices.first, self.machine)
+        self.slot_bytes = devices.slot_bytes
+        self._measure = partial(process_of, devices.all, self.machine, ahead)
+
+    def use_process(self) -> None:
+        """Measure the process that runs the plans, whose other bytes also count in its budget; predictions assume one.
 
         Call this method before `sizes` and `plan`.
 
@@ -121,14 +135,13 @@ class Job:
             BadInput: the budget of the process leaves nothing for plans.
         """
         self.budgets, self._process = within_process(
-            self.budgets, self.machine, process, self.layout.config.ranks
+            self.budgets, self.machine, self._measure(), self.layout.config.ranks
         )
 
     def sizes(
         self,
         lengths: Sequence[int],
         new_tokens: int,
-        slot_bytes: Callable[[Page], int],
         *,
         successive: bool = True,
     ) -> BatchSizes:
@@ -136,13 +149,12 @@ class Job:
 
         Args:
             lengths: lengths of all prompts, in tokens.
-            slot_bytes: returns the bytes of memory that a page of weights takes.
             successive: whether all requests run, in successive batches, instead of one batch only.
 
         Raises:
             BadInput: not even one request fits.
         """
-        sizes = self._sizes or self._choose_sizes(lengths, new_tokens, slot_bytes, successive=successive)
+        sizes = self._sizes or self._choose_sizes(lengths, new_tokens, successive=successive)
         if sizes.kv_on_gpu is not None:
             self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
         return sizes
@@ -151,22 +163,20 @@ class Job:
         self,
         lengths: Sequence[int],
         new_tokens: int,
-        slot_bytes: Callable[[Page], int],
         *,
         successive: bool,
     ) -> BatchSizes:
-        setting = self.setting(lengths, new_tokens, slot_bytes)
+        setting = self.setting(lengths, new_tokens)
         try:
             return choose_sizes(setting, self.options.sizes, successive=successive)
         except BadInput as error:
-            raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
+            raise self._with_width(error, setting.batch(1, 1)) from error
 
-    def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
+    def setting(self, lengths: Sequence[int], new_tokens: int) -> Setting:
         """Return everything that a plan depends on, apart from the batch.
 
         Args:
             lengths: prompt lengths in tokens.
-            slot_bytes: returns the bytes of memory that a page of weights takes.
         """
         return Setting(
             make=self.make,
@@ -176,7 +186,7 @@ class Job:
             new_tokens=new_tokens,
             cost=cost_model(self.machine, self.layout.dtype),
             budgets=self.budgets,
-            slot_bytes=slot_bytes,
+            slot_bytes=self.slot_bytes,
             splits_kv=self.splits_kv,
             kv_on_gpu=self.make.keywords.get(KV_SHARE),
             beams=self.beams,
@@ -192,14 +202,12 @@ class Job:
     def plan(
         self,
         batch: Batch,
-        slot_bytes: Callable[[Page], int],
         node: int = 0,
         policy: Policy | None = None,
     ) -> tuple[Plan, Policy]:
         """Plan a batch by a policy, for one node if there are several.
 
         Args:
-            slot_bytes: returns the bytes of memory that a page of weights takes.
             policy: the policy that plans; by default a new one.
 
         Raises:
@@ -207,24 +215,24 @@ class Job:
         """
         policy = self.make() if policy is None else policy
         try:
-            return self._plan(policy, batch, slot_bytes, node), policy
+            return self._plan(policy, batch, node), policy
         except BadInput as error:
-            raise self._with_width(error, batch, slot_bytes) from error
+            raise self._with_width(error, batch) from error
 
-    def _plan(self, policy: Policy, batch: Batch, slot_bytes: Callable[[Page], int], node: int = 0) -> Plan:
+    def _plan(self, policy: Policy, batch: Batch, node: int = 0) -> Plan:
         return plan_run(
             self.machine,
             self.layout,
             batch,
             policy,
             self.budgets,
-            slot_bytes,
+            self.slot_bytes,
             self.nodes,
             node,
             process=self._process,
         )
 
-    def _with_width(self, error: BadInput, batch: Batch, slot_bytes: Callable[[Page], int]) -> BadInput:
+    def _with_width(self, error: BadInput, batch: Batch) -> BadInput:
         """Return the error; with beam search, its message also gives the largest width that fits."""
         if self.beams == 1:
             return error
@@ -232,7 +240,7 @@ class Job:
         def fits(beams: int) -> bool:
             chunk = self.options.prefill_chunk or SMALLEST_CHUNK
             try:
-                self._plan(self.make(), replace(batch, beams=beams, prefill_chunk=chunk), slot_bytes)
+                self._plan(self.make(), replace(batch, beams=beams, prefill_chunk=chunk))
             except BadInput:
                 return False
             return True
@@ -240,6 +248,23 @@ class Job:
         width = next((beams for beams in range(batch.beams - 1, 0, -1) if fits(beams)), None)
         remedy = "not even one beam fits" if width is None else f"or use --beams {width}, which fits"
         return BadInput(f"{error}; {remedy}")
+
+
+def chooses_for_one_machine(nodes: int) -> BadInput:
+    """Return the error for several nodes without a named policy: the planner chooses only for one machine."""
+    return BadInput(f"the planner chooses a policy for one machine: name one for {nodes} with --policy")
+
+
+def policy_until_chosen(options: PlannedOptions) -> ChosenPolicy:
+    """Return the policy that the options name, or a provisional policy if the planner is to choose one.
+
+    Raises:
+        BadInput: the policy cannot be made, or the planner is to choose, and the options have settings for a policy.
+    """
+    if options.policy != POLICY:
+        return choose_policy(options.policy, options.settings)
+    require_one_policy(options.settings)
+    return choose_policy(FIRST)
 
 
 def require_continuations(beams: int, config: ModelConfig) -> None:

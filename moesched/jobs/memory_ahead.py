@@ -64,11 +64,11 @@ def _sizes_by_plan(
     given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
 ) -> list[int]:
     job = Job(given, config, find_machine(given.machine, foreign=True), beams=beams)
-    sizes = job.sizes(lengths, new_tokens, room_for)
+    sizes = job.sizes(lengths, new_tokens)
     batch = next(batches_of(lengths, new_tokens, sizes))
     if not job.machine.unified or job.layout.config.ranks > 1 or _rows(batch, config) > MOST_ROWS:
         return []
-    plan, _ = job.plan(batch, room_for)
+    plan, _ = job.plan(batch)
     tensors = [
         round(math.prod(shape) * config.tensor_bytes(name, shape, job.layout.dtype))
         for name, shape in global_shapes(config).items()

@@ -7,46 +7,25 @@ from copy import copy
 from typing import TypeVar
 
 from moesched.errors import BadInput
-from moesched.inputs.chosen_policy import PolicyGiven
-from moesched.inputs.defaults import POLICY
 from moesched.inputs.options import SizeOptions
 from moesched.jobs.job import Job
-from moesched.jobs.options import PlannedOptions
-from moesched.models.layout import Page
-from moesched.planner import FIRST, PolicyEstimate, fastest_policies, plan_best, require_one_policy
+from moesched.planner.search_policies import PolicyEstimate, fastest_policies, plan_best
 from moesched.planner.sizing import sizes_of
 from moesched.runs.listeners import Listener
-from moesched.steps.process import Process
 
 Found = TypeVar("Found")
-
-
-def policy_until_chosen(given: PlannedOptions) -> PolicyGiven:
-    """Return the policy that the options name, or a provisional policy if the planner is to choose one.
-
-    Raises:
-        BadInput: the planner is to choose, and the options have settings for a policy.
-    """
-    if given.policy != POLICY:
-        return given.policy
-    require_one_policy(given.settings)
-    return FIRST
 
 
 def with_choice(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    slot_bytes: Callable[[Page], int],
-    process: Callable[[], Process],
     listener: Listener,
 ) -> Job:
     """Return a copy of a job with the planner's choice of a policy, for requests that run in one or several batches.
 
     Args:
         lengths: prompt lengths in tokens.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
-        process: describes the process that will run the plan, as it is at the time of the call.
         listener: told of each stage of the search.
 
     Raises:
@@ -54,20 +33,16 @@ def with_choice(
     """
 
     def planned(its_job: Job) -> Job:
-        copy(its_job).sizes(lengths, new_tokens, slot_bytes)
+        copy(its_job).sizes(lengths, new_tokens)
         return its_job
 
-    return choose_policy_of(
-        job, lengths, new_tokens, slot_bytes, process, plan=planned, on_progress=_telling(listener)
-    )
+    return choose_policy_of(job, lengths, new_tokens, plan=planned, on_progress=_telling(listener))
 
 
 def with_best_plan(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    slot_bytes: Callable[[Page], int],
-    process: Process,
     listener: Listener,
 ) -> Job:
     """Return a copy of a job with the policy that `moesched plan` ranks first for these requests.
@@ -76,15 +51,13 @@ def with_best_plan(
 
     Args:
         lengths: prompt lengths in tokens.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
-        process: the process that will run the plan.
         listener: told of each stage of the search.
 
     Raises:
         DoesNotFit: no policy fits.
     """
-    job.use_process(process)
-    setting = job.setting(lengths, new_tokens, slot_bytes)
+    job.use_process()
+    setting = job.setting(lengths, new_tokens)
     best = plan_best(
         setting.machine,
         setting.layout,
@@ -94,15 +67,15 @@ def with_best_plan(
         band=False,
         on_progress=_telling(listener),
         budgets=setting.budgets,
-        slot_bytes=slot_bytes,
+        slot_bytes=job.slot_bytes,
         beams=setting.beams,
         prefill_chunk=setting.prefill_chunk,
-        process=process,
+        process=setting.process,
     )
     chosen = job.with_policy(best.policy, best.schedule.throughput)
     if job.options.sizes != SizeOptions():
         return chosen
-    return chosen.with_sizes(sizes_of(chosen.setting(lengths, new_tokens, slot_bytes), best.schedule))
+    return chosen.with_sizes(sizes_of(chosen.setting(lengths, new_tokens), best.schedule))
 
 
 def _telling(listener: Listener) -> Callable[[str], object]:
@@ -110,27 +83,18 @@ def _telling(listener: Listener) -> Callable[[str], object]:
     return lambda stage: listener.preparing(f"planning: {stage}", 0, 0)
 
 
-def chooses_for_one_machine(nodes: int) -> BadInput:
-    """Return the error for several nodes without a named policy: the planner chooses only for one machine."""
-    return BadInput(f"the planner chooses a policy for one machine: name one for {nodes} with --policy")
-
-
 def choose_policy_of(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    slot_bytes: Callable[[Page], int],
-    process: Callable[[], Process],
     plan: Callable[[Job], Found],
     on_progress: Callable[[str], object],
 ) -> Found:
     """Choose a policy for requests that run together.
 
     Args:
-        job: a job with its device set; `choose_policy_of` also sets its process.
+        job: a job with its devices set; its process is measured here, before and after the search.
         lengths: prompt tokens of each request.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
-        process: describes the process that will run the plan; called before and after the search, which takes memory.
         plan: makes the plan of a job whose policy is set; raises BadInput if it does not fit.
         on_progress: called with the name of each stage of the search.
 
@@ -141,9 +105,9 @@ def choose_policy_of(
         BadInput: no plan fits; the error is that of the policy with the highest predicted rate.
     """
     looking = copy(job)
-    looking.use_process(process())
-    estimates = _estimates(looking, lengths[: job.options.batch_size], new_tokens, slot_bytes, on_progress)
-    job.use_process(process())
+    looking.use_process()
+    estimates = _estimates(looking, lengths[: job.options.batch_size], new_tokens, on_progress)
+    job.use_process()
     refusals = []
     for estimate in estimates:
         try:
@@ -157,7 +121,6 @@ def _estimates(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
-    slot_bytes: Callable[[Page], int],
     on_progress: Callable[[str], object],
 ) -> list[PolicyEstimate]:
     """Return the planner's predictions, the fastest policy first, for as many requests as some policy holds at once.
@@ -166,8 +129,8 @@ def _estimates(
     """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]
-    estimates = fastest_policies(job.setting(lengths, new_tokens, slot_bytes), sizes, on_progress)
+    estimates = fastest_policies(job.setting(lengths, new_tokens), sizes, on_progress)
     holding = [estimate for estimate in estimates if estimate.throughput]
     if holding or count == 1:
         return holding or estimates[:1]
-    return _estimates(job, lengths[: count // 2], new_tokens, slot_bytes, on_progress)
+    return _estimates(job, lengths[: count // 2], new_tokens, on_progress)

@@ -12,7 +12,7 @@ from moesched.inputs.tokenizer import open_model
 from moesched.jobs.device_listener import RoutingListener
 from moesched.jobs.options import ProbeOptions, ProfilingOptions
 from moesched.jobs.report import require_complete
-from moesched.jobs.run_model import run_model
+from moesched.jobs.session import run_model
 from moesched.keywords import takes
 from moesched.options import part_of
 from moesched.routing.checks import routed_layers

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-from moesched.inputs.defaults import POLICY
 from moesched.inputs.files import require_safe_outputs
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.served_options import ServedOptions
@@ -15,7 +13,7 @@ from moesched.jobs.service_trace import RequestSpans, last_steps_of, write_servi
 from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, require_plan, serving_job
 from moesched.jobs.trace_file import files_named
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.runs.ranks import Devices, open_devices, process_of
+from moesched.runs.ranks import Devices, open_devices
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import serve_on
 from moesched.runs.service_report import RunNames
@@ -123,13 +121,10 @@ def served_model(
     machine = find_machine(given.machine, given.device, foreign=given.foreign_machine)
     job = serving_job(given, checkpoint.config, machine, device=given.device)
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
-        job.use_device(devices.first)
+        job.use_devices(devices)
         planned = plan_serving(
             job,
             context,
-            devices.slot_bytes,
-            partial(process_of, devices.all, job.machine),
-            chooses=given.policy == POLICY,
             on_progress=on_progress,
         )
         yield ServedModel(given, checkpoint, devices, planned)

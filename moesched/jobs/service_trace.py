@@ -27,7 +27,7 @@ def last_steps_of(plan: Plan) -> LastSteps:
     return LastSteps(max(2, MOST_TASKS // tasks_of_a_step(plan)))
 
 
-class RequestSpans:
+class RequestSpans(ServingListener):
     """Listener that keeps what a trace has of requests: their rate, and the spans of those that ended last.
 
     Args:
@@ -38,7 +38,7 @@ class RequestSpans:
     """
 
     def __init__(self, listener: ServingListener | None) -> None:
-        self._listener = listener
+        self._listener = listener or ServingListener()
         self._loaded = 0
         self._tokens = 0
         self._last = 0
@@ -52,8 +52,7 @@ class RequestSpans:
     def loaded(self, serving: Serving) -> None:
         """Keep the time at which weights were loaded, from which the times of requests count."""
         self._loaded = serving.loaded
-        if self._listener is not None:
-            self._listener.loaded(serving)
+        self._listener.loaded(serving)
 
     def token(self, served: Served) -> None:
         """Keep the span of a request, if the request ends with this token, and count its tokens."""
@@ -61,13 +60,11 @@ class RequestSpans:
             self.ended.append(span_of(served, self._loaded))
             self._tokens += len(served.tokens)
             self._last = max(self._last, *served.times, 0)
-        if self._listener is not None:
-            self._listener.token(served)
+        self._listener.token(served)
 
     def step(self, serving: Serving) -> None:
         """Pass the call on to the other listener."""
-        if self._listener is not None:
-            self._listener.step(serving)
+        self._listener.step(serving)
 
 
 def write_service_trace(

@@ -5,33 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from moesched import plugins
 from moesched.errors import BadInput
-from moesched.inputs.budgets import PROCESS, assumed_process
-from moesched.inputs.chosen_policy import choose_policy
-from moesched.inputs.defaults import POLICY
+from moesched.inputs.budgets import PROCESS
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.cut_prompts import cuts_prompts, with_cut_prompts
-from moesched.jobs.job import Job
+from moesched.jobs.job import Job, policy_until_chosen
 from moesched.jobs.memory_ahead import computes_on_cpu
 from moesched.jobs.options import PlannedOptions
-from moesched.jobs.planners_choice import choose_policy_of, chooses_for_one_machine, policy_until_chosen
+from moesched.jobs.planners_choice import choose_policy_of
 from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page, room_for
-from moesched.planner import plannable
 from moesched.planner.chunks import SMALLEST_CHUNK
 from moesched.planner.schedules import with_chunk
+from moesched.planner.search_policies import plannable
 from moesched.runs.planning import SMALLER
 from moesched.runs.served_parts import require_one_accelerator
 from moesched.seams import Device, Policy
 from moesched.serving.capacity import Capacity, capacity_for
 from moesched.steps.plan import Plan
-from moesched.steps.process import Process
 
 REMEDY = "raise --budget if you gave one, lower --batch-size or --context, or choose another policy"
 """Remedies where a server's plan does not fit."""
@@ -80,9 +75,7 @@ def serving_job(
     Raises:
         BadInput: an option cannot be used.
     """
-    if given.policy == POLICY and nodes > 1:
-        raise chooses_for_one_machine(nodes)
-    given = replace(given, policy=policy_until_chosen(given), batch_size=given.batch_size or USERS)
+    given = replace(given, batch_size=given.batch_size or USERS)
     return Job(given, config, machine, nodes=nodes, device=device)
 
 
@@ -97,23 +90,22 @@ def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> Non
     Raises:
         BadInput: an option cannot be used, or no plan fits.
     """
-    choose_policy(policy_until_chosen(given), given.settings)
+    policy_until_chosen(given)
     if not computes_on_cpu(given):
         return
     job = serving_job(given, config, find_machine(given.machine, foreign=given.foreign_machine))
     if PROCESS in (given.budgets or {}) or not job.machine.unified:
         return
-    chooses = given.policy == POLICY
     shipped = set(plugins.shipped_policies())  # others may raise anything
     names = [name for name in plannable() if name in shipped]
-    tried = (job.with_policy(name, 0.0) for name in names) if chooses else (job,)
+    tried = (job.with_policy(name, 0.0) for name in names) if job.chooses else (job,)
     if not any(_may_fit(each, context) for each in tried):
-        plan_serving(job, context, room_for, partial(assumed_process, job.machine), chooses=chooses)
+        plan_serving(job, context)
 
 
 def _may_fit(job: Job, context: int) -> bool:
     """Test whether the smallest plan for requests of `context` tokens fits: micro-batches of one, smallest chunks."""
-    setting = job.setting(*_requests(job, context), room_for)
+    setting = job.setting(*_requests(job, context))
     smallest = with_chunk(setting, setting.prefill_chunk or SMALLEST_CHUNK)
     return smallest.fits(smallest.batch(len(setting.lengths), 1))
 
@@ -121,41 +113,33 @@ def _may_fit(job: Job, context: int) -> bool:
 def plan_serving(
     job: Job,
     context: int,
-    slot_bytes: Callable[[Page], int],
-    process: Callable[[], Process],
     *,
-    chooses: bool,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> ServingPlan:
     """Plan for continuous batching of requests, each of which may have `context` tokens.
 
     Args:
         job: a job by `serving_job`, with its device set.
-        slot_bytes: returns the bytes of memory that a page of weights takes.
-        process: describes the process that will run the plan, as it is at the time of the call.
-        chooses: whether the planner chooses the policy, instead of the job's own.
         on_progress: called with the name of each stage of the planner's search.
 
     Raises:
         BadInput: no plan fits, or the policy is for several accelerators or machines.
     """
-    if not chooses:
-        job.use_process(process())
-        return _planned(job, context, slot_bytes)
+    if not job.chooses:
+        job.use_process()
+        return _planned(job, context)
     return choose_policy_of(
         job,
         *_requests(job, context),
-        slot_bytes,
-        process,
-        plan=lambda its_job: _planned(its_job, context, slot_bytes),
+        plan=lambda its_job: _planned(its_job, context),
         on_progress=on_progress,
     )
 
 
-def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> ServingPlan:
+def _planned(job: Job, context: int) -> ServingPlan:
     try:
-        sizes = job.sizes(*_requests(job, context), slot_bytes, successive=False)
-        capacity, plan, policy = _fullest(job, capacity_for(sizes, context), slot_bytes)
+        sizes = job.sizes(*_requests(job, context), successive=False)
+        capacity, plan, policy = _fullest(job, capacity_for(sizes, context))
     except BadInput as error:
         if not str(error).endswith(SMALLER):
             raise
@@ -164,22 +148,20 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
     return ServingPlan(capacity, plan, policy, job.policy_name, job.chosen_at)
 
 
-def _fullest(
-    job: Job, capacity: Capacity, slot_bytes: Callable[[Page], int]
-) -> tuple[Capacity, Plan, Policy]:
+def _fullest(job: Job, capacity: Capacity) -> tuple[Capacity, Plan, Policy]:
     """Return a server's capacity, plan and policy: with prompts cut over steps if that helps, else with whole ones."""
     asked = job.options.prefill_chunk
     cut = with_cut_prompts(capacity, asked)
     try:
-        plan, policy = job.plan(cut.fullest(), slot_bytes)
+        plan, policy = job.plan(cut.fullest())
     except BadInput:
         if asked is None:  # the mask of a part may take more than a small model's whole prompts
             with suppress(BadInput):
-                return capacity, *job.plan(capacity.fullest(), slot_bytes)
+                return capacity, *job.plan(capacity.fullest())
         raise
     if cuts_prompts(plan, asked):
         return cut, plan, policy
-    return capacity, *job.plan(capacity.fullest(), slot_bytes)
+    return capacity, *job.plan(capacity.fullest())
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:

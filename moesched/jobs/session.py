@@ -6,13 +6,10 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import BadInput
-from moesched.inputs.defaults import POLICY
 from moesched.inputs.lookup import find_machine
 from moesched.inputs.prompts import encode_prompts
 from moesched.inputs.tokenizer import open_model
@@ -20,16 +17,17 @@ from moesched.jobs.call import Call
 from moesched.jobs.expectation import obstacle
 from moesched.jobs.job import Job, require_continuations
 from moesched.jobs.memory_ahead import pieces_to_take
-from moesched.jobs.options import CallOptions, SessionOptions
-from moesched.jobs.planners_choice import policy_until_chosen, with_choice
+from moesched.jobs.options import CallOptions, RunOptions, SessionOptions
+from moesched.jobs.planners_choice import with_choice
 from moesched.jobs.report import JobReport
 from moesched.jobs.trace_file import require_outputs_apart
 from moesched.keywords import takes
 from moesched.models.checkpoint import Checkpoint
+from moesched.options import part_of
 from moesched.requests.sampling import Sampling
 from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import Listener
-from moesched.runs.ranks import Devices, open_devices, process_of
+from moesched.runs.ranks import Devices, open_devices
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
 from moesched.system.own_loop import interruptible
 
@@ -154,8 +152,7 @@ class _First(NamedTuple):
 @contextmanager
 def _open(given: SessionOptions, checkpoint: Checkpoint, first: _First) -> Iterator[_Opened]:
     """Open a model's devices, and yield them with the job."""
-    config, policy = checkpoint.config, policy_until_chosen(given)
-    chooses, given = given.policy == POLICY, replace(given, policy=policy)
+    config = checkpoint.config
     with MemoryAhead() as ahead:  # while the devices are imported
         ahead.begin(pieces_to_take(given, config, first.lengths, first.new_tokens, first.beams))
         found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
@@ -166,17 +163,30 @@ def _open(given: SessionOptions, checkpoint: Checkpoint, first: _First) -> Itera
                 devices.first.memory_ahead = ahead
             else:
                 ahead.give_back()
-            job.use_device(devices.first)
-            process = partial(process_of, devices.all, job.machine, ahead.nbytes)
-            if chooses:
+            job.use_devices(devices, ahead.nbytes)
+            if job.chooses:
                 job = with_choice(
                     job.with_beams(first.beams),
                     first.lengths,
                     first.new_tokens,
-                    devices.slot_bytes,
-                    process,
                     listener_or_cell(first.listener),
                 )
             else:
-                job.use_process(process())
+                job.use_process()
             yield _Opened(job, devices, obstacle(given, job, devices))
+
+
+@takes(RunOptions)
+def run_model(given: RunOptions) -> JobReport:
+    """Generate text on real hardware: open a session, make one call, and close it.
+
+    As with `Session.run`, Ctrl-C or weights that cannot be read end the run early, with a report.
+
+    Raises:
+        BadInput: an argument cannot be used.
+        NotTraced: the trace could not be written; the error has the report.
+        PolicyError: the policy submitted something illegal; it is raised at the policy's line.
+        TaskFailed: a task raised an error on its lane.
+    """
+    with Session(**part_of(given, SessionOptions)) as session:
+        return session.run(**part_of(given, CallOptions))

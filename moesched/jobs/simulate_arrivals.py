@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from moesched.errors import BadInput
-from moesched.inputs.budgets import assumed_process
-from moesched.inputs.defaults import POLICY
 from moesched.inputs.files import require_safe_outputs
 from moesched.jobs.options import BestPolicyOptions, ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
@@ -19,7 +16,6 @@ from moesched.jobs.serving_plan import context_of, plan_serving, serving_job
 from moesched.jobs.simulate_model import OTHER_LENGTHS, require_context
 from moesched.jobs.trace_file import files_named
 from moesched.keywords import takes
-from moesched.models.layout import room_for
 from moesched.options import Option
 from moesched.routing import SeededRouting
 from moesched.routing.served import ServedRouting
@@ -27,7 +23,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import RunNames, ServiceReport, parse_objectives, service_report
-from moesched.runs.serving import Served, Serving
+from moesched.runs.serving import Served, Serving, ServingListener
 from moesched.seams import Routing
 from moesched.serving.arrival_files import POISSON, random_arrivals, read_arrivals
 from moesched.serving.arrivals import ListedArrivals
@@ -46,7 +42,7 @@ class ServedScenarioOptions(BestPolicyOptions, TraceOptions, ArrivalsOptions, Sc
     ] = None
 
 
-class _Progress:
+class _Progress(ServingListener):
     """Listener that calls `tell` with (requests done, all requests) after each step."""
 
     def __init__(self, tell: Callable[[int, int], object], requests: int) -> None:
@@ -88,12 +84,11 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     require_context([longest.prompt], longest.new_tokens, scenario.config, remedy)
     context = context_of(given.context, longest.most_tokens, scenario.config)
     job = serving_job(given, scenario.config, scenario.machine, nodes=given.nodes or 1)
-    process = partial(assumed_process, job.machine)
-    planned = plan_serving(job, context, room_for, process, chooses=given.policy == POLICY)
+    planned = plan_serving(job, context)
     for request in requests:
         planned.capacity.require(request)
     fullest = planned.capacity.fullest()
-    peers = [Rank(*job.plan(fullest, room_for, node)) for node in range(1, job.nodes)]
+    peers = [Rank(*job.plan(fullest, node)) for node in range(1, job.nodes)]
     setup = ServingSetup(
         planned.plan,
         planned.policy,

@@ -7,19 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from moesched.analysis.helps import Help
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
-from moesched.inputs.budgets import assumed_process
-from moesched.inputs.defaults import POLICY
-from moesched.jobs.another_policy import another_policy
 from moesched.jobs.bands import with_band
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.explained import explained
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationOptions
 from moesched.jobs.planners_choice import (
-    chooses_for_one_machine,
-    policy_until_chosen,
     with_best_plan,
     with_choice,
 )
@@ -36,8 +32,8 @@ from moesched.jobs.trace_file import (
 )
 from moesched.keywords import takes
 from moesched.models.config import ModelConfig
-from moesched.models.layout import room_for
-from moesched.planner import MOST_REQUESTS
+from moesched.planner.proposal import MOST_REQUESTS
+from moesched.planner.rivals import faster_policy
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
 from moesched.requests.workloads import Workload
@@ -88,7 +84,7 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
     lengths, all_run = _lengths(scenario.given_workload(), given)
     require_context(lengths, new_tokens, config)
     job = _job(scenario, given, lengths, new_tokens, all_run=all_run)
-    sizes = job.sizes(lengths, new_tokens, room_for, successive=all_run)
+    sizes = job.sizes(lengths, new_tokens, successive=all_run)
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_run else 1]
     reports, policies = BatchReports(), job.policies()
     for number, batch in enumerate(batches):
@@ -118,18 +114,14 @@ def _job(
 
     all_run: whether all requests run, instead of a single full batch.
     """
-    chooses, nodes = given.policy == POLICY, given.nodes or 1
-    if chooses and nodes > 1:
-        raise chooses_for_one_machine(nodes)
-    begun = replace(given, policy=policy_until_chosen(given))
-    job = Job(begun, scenario.config, scenario.machine, beams=given.beams, nodes=nodes)
-    process, listener = assumed_process(job.machine), given.listener or Listener()
-    if not chooses:
-        job.use_process(process)
+    job = Job(given, scenario.config, scenario.machine, beams=given.beams, nodes=given.nodes or 1)
+    listener = given.listener or Listener()
+    if not job.chooses:
+        job.use_process()
         return job
     if all_run or given.batch_size is not None:
-        return with_choice(job, lengths, new_tokens, room_for, lambda: process, listener)
-    return with_best_plan(job, lengths, new_tokens, room_for, process, listener)
+        return with_choice(job, lengths, new_tokens, listener)
+    return with_best_plan(job, lengths, new_tokens, listener)
 
 
 def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport) -> None:
@@ -151,7 +143,7 @@ def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport
 
 def _ranks(job: Job, batch: Batch) -> list[Rank]:
     """Return a plan and a policy of a batch for each node."""
-    return [Rank(*job.plan(batch, room_for, node)) for node in range(job.nodes)]
+    return [Rank(*job.plan(batch, node)) for node in range(job.nodes)]
 
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
@@ -187,10 +179,10 @@ def _simulate(
     replay: bool,
 ) -> JobReport:
     listener = given.listener or Listener()
-    plan, policy = job.plan(batch, room_for, policy=policies.next_of(0))
+    plan, policy = job.plan(batch, policy=policies.next_of(0))
     if replay and (lanes_contend(plan) or plan.nodes.count > 1 or rows_of_experts(routing) is not None):
         raise NotFixed  # durations depend on concurrent tasks, on which node runs the experts, or on the experts
-    peers = [Rank(*job.plan(batch, room_for, node, policies.next_of(node))) for node in range(1, job.nodes)]
+    peers = [Rank(*job.plan(batch, node, policies.next_of(node))) for node in range(1, job.nodes)]
     listener.planned(plan)
     explains = given.explained and not batch.first_request
     recorder = recorder_for(plan, files, explained=explains)
@@ -225,7 +217,7 @@ def _simulate(
         recording, explanation = recorder.recording(), None
         if explains:
             drawn = isinstance(routing, SeededRouting)
-            more = another_policy(finished, job, batch) if drawn else []
+            more = _another_policy(finished, job, batch) if drawn else []
             finished, explanation = explained(finished, recording, about_of(finished), more)
         write_recording(files, recording, finished, listener, roofs=roofs, explanation=explanation)
     ending.raise_error(finished)
@@ -242,3 +234,24 @@ def require_context(
             f"a prompt of {longest} tokens and {new_tokens} new ones are more than the context of {config.name}, "
             f"{config.max_positions}: {remedy}"
         )
+
+
+def _another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
+    """Find a policy that would be much faster for a simulated batch; empty if there is none.
+
+    There is none for beam search or several nodes, which the planner's quick search does not cover.
+    """
+    if job.beams > 1 or job.nodes > 1:
+        return []
+    rate = report.throughput_tokens_per_second
+    rival = faster_policy(job.setting(batch.prompts, batch.new_tokens), report.policy, rate)
+    if rival is None:
+        return []
+    sizes = f"--batch-size {rival.schedule.batch_size} --micro-batch-size {rival.schedule.micro_batch_size}"
+    return [
+        Help(
+            change=f"The policy {rival.policy} instead of {report.policy}",
+            command=f"simulate ... --policy {rival.policy} {sizes}",
+            saved=1 - rate / rival.schedule.throughput,
+        )
+    ]

@@ -17,7 +17,7 @@ from moesched.inputs.tokenizer import open_model
 from moesched.jobs.device_listener import ActivationListener
 from moesched.jobs.options import ProbeOptions, SparsityOptions
 from moesched.jobs.report import require_complete
-from moesched.jobs.run_model import run_model
+from moesched.jobs.session import run_model
 from moesched.keywords import takes
 from moesched.models.config import ModelConfig
 from moesched.models.networks import SILU

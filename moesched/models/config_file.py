@@ -217,7 +217,8 @@ class ConfigFile:
 
         Args:
             layers: number of layers.
-            kinds: the first layers, which repeat up to the number of layers. particular: further fields of ModelConfig.
+            kinds: the first layers, which repeat up to the number of layers.
+            particular: further fields of `ModelConfig`.
 
         Raises:
             BadInput: a feature is not supported by the kernels, or a value is impossible.

@@ -66,7 +66,8 @@ def _format(name: str, each: float, rate: float, why: str, **other: float) -> Fo
 
     Args:
         rate: share of a processor's FLOP/s that products reach.
-        why: the reason for the rate, in words. other: bytes per weight of roles that differ, by role.
+        why: the reason for the rate, in words.
+        other: bytes per weight of roles that differ, by role.
     """
     weights: dict[Any, float] = dict.fromkeys(("matrix", "down", "value", "expert", "expert_down"), each)
     weights |= dict.fromkeys(("embedding", "head", "small"), _BF16) | other

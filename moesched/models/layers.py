@@ -6,7 +6,7 @@ FLOPs. Widths are in elements.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -51,6 +51,8 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     scale: float | None = None
     gated: bool = False
     keys_are_values: bool = False
+    state_bytes: ClassVar[int] = 0
+    """Bytes of state that a layer keeps of a sequence whatever its length; 0, since there is only a cache."""
 
     @property
     def score_scale(self) -> float:
@@ -87,11 +89,6 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     def most_cached(self) -> int | None:
         """Largest number of tokens that the KV cache keeps of a sequence; None for all."""
         return None if self.window is None else window_tokens(self.window)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state that a layer keeps of a sequence whatever its length; 0, since there is only a cache."""
-        return 0
 
     @property
     def cached_heads(self) -> int:
@@ -157,6 +154,12 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     plain: int
     rotary: int
     value: int
+    most_cached: ClassVar[None] = None
+    """Largest number of tokens that the cache keeps of a sequence; None, since it keeps all."""
+    state_bytes: ClassVar[int] = 0
+    """Bytes of state that a layer keeps of a sequence whatever its length; 0, since there is only a cache."""
+    cached_heads: ClassVar[int] = 1
+    """Number of heads of the cache; 1, since all heads share the latent vectors."""
 
     @property
     def qkv_width(self) -> int:
@@ -172,21 +175,6 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     def cache_width(self) -> int:
         """Elements that the cache keeps of each token: its latent vector and rotary key."""
         return self.rank + self.rotary
-
-    @property
-    def most_cached(self) -> None:
-        """Largest number of tokens that the cache keeps of a sequence; None, since it keeps all."""
-        return None
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state that a layer keeps of a sequence whatever its length; 0, since there is only a cache."""
-        return 0
-
-    @property
-    def cached_heads(self) -> int:
-        """Number of heads of the cache; 1, since all heads share the latent vectors."""
-        return 1
 
     @property
     def step_flops(self) -> float:
@@ -242,6 +230,10 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     key: int
     value: int
     convolution: int = 4
+    cache_width: ClassVar[int] = 0
+    """Elements that a cache keeps of each token; 0, since there is only a state."""
+    most_cached: ClassVar[None] = None
+    """Largest number of tokens that a cache keeps of a sequence; None, since no tokens are cached."""
 
     @property
     def heads(self) -> int:
@@ -262,16 +254,6 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     def attended_width(self) -> int:
         """Elements of a token's attention output."""
         return self.value_heads * self.value
-
-    @property
-    def cache_width(self) -> int:
-        """Elements that a cache keeps of each token; 0, since there is only a state."""
-        return 0
-
-    @property
-    def most_cached(self) -> None:
-        """Largest number of tokens that a cache keeps of a sequence; None, since no tokens are cached."""
-        return None
 
     @property
     def state_bytes(self) -> int:

@@ -61,7 +61,7 @@ class Candidate:
         self.setting = setting
         self._trait_probe = TraitProbe(setting)
         self.traits = self._trait_probe.traits
-        self.schedules = Schedules(setting, deep=False)
+        self.schedules = Schedules(setting)
         self._probes: dict[tuple[int, int | None], SizeProbe] = {}
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})

@@ -97,16 +97,14 @@ class Schedules:
 
     Args:
         setting: everything that a plan depends on, apart from the batch.
-        deep: whether trial runs have all layers instead of a few.
 
     Attributes:
         tasks: number of tasks of all trial runs.
     """
 
-    def __init__(self, setting: Setting, *, deep: bool) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.tasks = 0
         self._setting = setting
-        self._deep = deep
         self._schedules: dict[tuple[SchedulePoint, bool], Schedule] = {}
 
     @property
@@ -114,18 +112,17 @@ class Schedules:
         """The schedules simulated so far, the highest rate first."""
         return sorted(self._schedules.values(), key=lambda schedule: schedule.rate, reverse=True)
 
-    def at(self, point: SchedulePoint, *, deep: bool | None = None) -> Schedule:
+    def at(self, point: SchedulePoint, *, deep: bool = False) -> Schedule:
         """Return the schedule with the sizes `point`; a schedule that was not simulated before is simulated now.
 
         If not all micro-batches fit, fewer are simulated.
 
         Args:
-            deep: whether to simulate all layers; by default as given to the constructor.
+            deep: whether to simulate all layers, instead of a few if a few are enough.
 
         Raises:
             BadInput: not even one micro-batch fits, or the policy cannot run chunks that the user did not ask for.
         """
-        deep = self._deep if deep is None else deep
         if (point, deep) not in self._schedules:
             try:
                 self._schedules[point, deep] = self._simulated(point, deep)

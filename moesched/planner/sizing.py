@@ -210,7 +210,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
     """
     longest = tuple(sorted(setting.lengths, reverse=True)[:batch_size])
     setting = replace(setting, lengths=longest)
-    schedules = Schedules(setting, deep=False)
+    schedules = Schedules(setting)
     sizes = [min(given, batch_size)] if given else list(_even_sizes(batch_size))
     best: Schedule | None = None
     fitting: SchedulePoint | None = None
@@ -242,7 +242,7 @@ def first_schedule(setting: Setting, size: int) -> Schedule | None:
 
     Prompts pass in chunks if the policy takes chunks. The fastest share of the KV cache on the accelerator is taken.
     """
-    schedules = Schedules(setting, deep=False)
+    schedules = Schedules(setting)
     for chunk in reversed(chunks_to_try(setting, size)):
         if line := _shares(setting, size, chunk):
             with suppress(BadInput):  # a policy may take no chunks

@@ -313,14 +313,9 @@ def weight_bytes(plan: Plan) -> int:
 def _buffer(plan: Plan) -> float:
     """Return the ratio of the streaming buffer's bytes to the streamed bytes of a layer; 0 if nothing streams."""
     streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
-    return _pool_bytes(plan) / streamed if streamed else 0.0
-
-
-def _pool_bytes(plan: Plan) -> int:
-    """Return the bytes of slots in the accelerator's memory that are empty at first, through which weights stream."""
     fast = plan.memory("accelerator")
     slots = sum(pool.nbytes for pool in plan.weights.pools if pool.memory is fast)
-    return slots - filled_bytes(plan, plan.memory("accelerator").name)
+    return (slots - filled_bytes(plan, fast.name)) / streamed if streamed else 0.0
 
 
 def filled_bytes(plan: Plan, memory: str) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import fmean
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from moesched.engine import Engine
 from moesched.machines.cost_model import CostModel
-from moesched.planner.trial_routing import TrialRouting
 from moesched.requests.batch import Batch
+from moesched.routing import SeededRouting
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
@@ -21,6 +23,9 @@ from moesched.seams import Observer, Policy
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane, Task
 from moesched.trace import Recorder
+
+MANY_TOKENS = 512
+"""From this number of tokens on, each expert's number of tokens is drawn, instead of each token's experts."""
 
 MOST_STEPS = 5
 
@@ -104,7 +109,7 @@ def trial_run(
     virtual = VirtualRun(
         [Rank(plan, policy), *peers],
         cost=cost,
-        decisions=simulated_decisions(plan, TrialRouting(config.routed.experts, config.routed.top_k)),
+        decisions=simulated_decisions(plan, _TrialRouting(config.routed.experts, config.routed.top_k)),
         make_engine=Engine,
         observers=[spans, *observers],
         recorder=recorder,
@@ -177,3 +182,23 @@ class _Spans:
             return 0.0
         outside = max(0, start - starts[first]) + max(0, ends[last - 1] - end)
         return (sum(ends[first:last]) - sum(starts[first:last]) - outside) / (end - start)
+
+
+class _TrialRouting(SeededRouting):
+    """Uniform random choices of experts, kept so that the trial runs of all policies get equal choices."""
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+        """Return the number of tokens that choose each expert, by ascending expert; unchosen experts are left out."""
+        return dict(_counts(self.experts, self.top_k, step, layer, micro_batch, tokens))
+
+
+@lru_cache(maxsize=2048)
+def _counts(experts: int, top_k: int, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+    if tokens < MANY_TOKENS:
+        return SeededRouting(experts, top_k).choose(step, layer, micro_batch, tokens)
+    draw = np.random.default_rng((step, layer, micro_batch))
+    counts = draw.binomial(tokens, top_k / experts, experts)
+    left = tokens * top_k - int(counts.sum())
+    counts += left // experts
+    counts[draw.permutation(experts)[: left % experts]] += 1
+    return {expert: min(tokens, int(count)) for expert, count in enumerate(counts) if count > 0}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from moesched.analysis.families import COLOURS, Family, family_of_verb
-from moesched.report.kernel_points import KernelPoint, attainable, kernel_points
 from moesched.report.markup import element, section, table, text
 from moesched.trace.recording import Recording, Roof
 from moesched.units import format_bytes, format_flops, format_seconds
@@ -98,7 +98,7 @@ def _roofs(roofs: Mapping[str, Roof], x: _Scale, y: _Scale) -> Iterator[str]:
     for number, (name, roof) in enumerate(roofs.items()):
         first = max(10.0**x.low, floor / roof.bandwidth)
         xs = [first, roof.flops / roof.bandwidth, 10.0**x.high]
-        line = " ".join(f"{x.at(each)},{y.at(attainable(roof, each))}" for each in xs)
+        line = " ".join(f"{x.at(each)},{y.at(_attainable(roof, each))}" for each in xs)
         dashes = DASHES[number % len(DASHES)]
         yield element("polyline", points=line, css="roof", stroke_dasharray=dashes)
         row = HEIGHT + LEGEND_ROW * number + LEGEND_ROW / 2
@@ -144,3 +144,59 @@ def _table(points: Sequence[KernelPoint]) -> str:
     ]
     columns = ["", "kernel", "on", "phase", "FLOP/byte", "rate", "of its roof", "time"]
     return table("", columns, rows, 4)
+
+
+class KernelPoint(NamedTuple):
+    """A point of the roofline: all tasks of one verb on one processor in one phase, prefill or decode.
+
+    Attributes:
+        resource: name of the processor.
+        tasks: number of tasks.
+        seconds: total time of the tasks.
+        intensity: FLOPs per byte that the tasks access.
+        rate: FLOP/s while the tasks run.
+        attainable: FLOP/s that the processor allows at this intensity; None if its limits are not known.
+    """
+
+    verb: str
+    resource: str
+    phase: str
+    tasks: int
+    seconds: float
+    intensity: float
+    rate: float
+    attainable: float | None
+
+
+def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[KernelPoint]:
+    """Compute the roofline's points of a run's kernels; the points with the longest total time come first.
+
+    roofs: the limits of each processor, by its name; the limits of other processors are not known.
+    """
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for each in recording.slices:
+        task = each.task
+        phase = each.phase
+        if min(task.flops, task.nbytes) >= 1 and each.end > each.start and phase is not None:
+            found = sums.setdefault((task.verb, task.resource, phase), [0, 0.0, 0.0, 0.0])
+            for place, amount in enumerate((1, (each.end - each.start) / 1e9, task.flops, task.nbytes)):
+                found[place] += amount
+    points = [
+        KernelPoint(
+            verb,
+            resource,
+            phase,
+            int(tasks),
+            seconds,
+            flops / nbytes,
+            flops / seconds,
+            _attainable(roofs[resource], flops / nbytes) if resource in roofs else None,
+        )
+        for (verb, resource, phase), (tasks, seconds, flops, nbytes) in sums.items()
+    ]
+    return sorted(points, key=lambda point: -point.seconds)
+
+
+def _attainable(roof: Roof, intensity: float) -> float:
+    """Return the FLOP/s that a processor allows at an intensity in FLOPs per byte."""
+    return min(roof.flops, roof.bandwidth * intensity)

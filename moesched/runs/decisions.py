@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.requests.beams import Standing
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
@@ -19,7 +20,7 @@ from moesched.tasks import Preview, Task
 def simulated_decisions(
     plan: Plan,
     routing: Routing | None = None,
-    previews: RouterForecast | None = None,
+    preview_accuracy: float = PREVIEW_ACCURACY,
     tokens: Sequence[Sequence[int]] = (),
     *,
     by_step: bool = False,
@@ -32,14 +33,15 @@ def simulated_decisions(
 
     Args:
         routing: the experts that tokens choose; by default uniform, with seed 0.
-        previews: forecasts the routing for `Step.preview_route`; by default with `RouterForecast`'s own accuracy.
+        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing will choose one
+            layer later, from 0 to 1; n layers later it is this to the power of n.
         tokens: tokens that each request generates, such as a real run's tokens; by default, and after these, zeros.
         by_step: pass the routing the number of a task's step, not of tokens that its micro-batch had generated.
     """
     config = plan.layout.config
     moment = _moment(by_step=by_step)
     chosen = routing or SeededRouting(config.routed.experts, config.routed.top_k)
-    forecast = previews or RouterForecast(chosen, config.routed.experts)
+    forecast = RouterForecast(chosen, config.routed.experts, preview_accuracy)
     dense = {layer for layer in plan.layers if not plan.layout.experts_of(layer)}
     scored = plan.declared.scores
     scores = chosen.scores if isinstance(chosen, ScoresExperts) else None

@@ -8,10 +8,10 @@ from typing import Generic, NamedTuple, TypeVar
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.requests.rows import Rows
-from moesched.runs.following import Following
+from moesched.runs.generation import Sampled, load
 from moesched.runs.notices import Notices
 from moesched.runs.planning import make_lanes
-from moesched.runs.serving import ARRIVALS, Serving, ServingListener
+from moesched.runs.serving import ARRIVALS, Serving, ServingListener, served_step
 from moesched.seams import LaneKind, Policy
 from moesched.serving.admission import Admission, FirstCome
 from moesched.serving.arrivals import Arrivals
@@ -23,7 +23,7 @@ from moesched.steps.works import RowsOfExperts
 from moesched.tasks import Lane
 
 EngineType = TypeVar("EngineType", bound=Engine)
-Main = TypeVar("Main", Serving, Following)
+Main = TypeVar("Main", Serving, "Following")
 
 
 class ServingSetup(NamedTuple):
@@ -128,3 +128,36 @@ def other_node(
     engine = make_engine(lanes.values())
     run_state = RunState(plan, engine, lanes)
     return ServedRun(plan, engine, run_state, Following(run_state, policy, Notices(run_state)))
+
+
+class Following:
+    """Runs the steps of a serving node that is not the first: the first node sends it the new tokens of each step.
+
+    Attributes:
+        steps: number of steps so far.
+        notices: receives each step's rows (requests and their new tokens) from the first node.
+    """
+
+    def __init__(self, run_state: RunState, policy: Policy, notices: Notices) -> None:
+        self.steps = 0
+        self.notices = notices
+        self._run = run_state
+        self._policy = policy
+
+    async def run(self) -> int:
+        """Load the weights, then run steps until the first node announces the end; return the number of steps."""
+        await load(self._run)
+        samples: Sequence[Sampled] = ()
+        while (rows := await self.notices.take(self.steps)) is not None:
+            if rows:
+                following = await served_step(self._run, self._policy, self.steps, rows)
+                await _end_of(samples)
+                samples = following
+                self.steps += 1
+        await _end_of(samples)
+        return self.steps
+
+
+async def _end_of(samples: Sequence[Sampled]) -> None:
+    for _, sample in samples:
+        await sample

@@ -9,16 +9,10 @@ from typing import Any
 from moesched.drivers.lanes import Execute
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_engine, new_shared_engine
-from moesched.drivers.virtual import VirtualDriver
-from moesched.drivers.wired_memory import wired_memory_delays
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.inputs.defaults import PREVIEW_ACCURACY
-from moesched.machines.cost import cost_model
-from moesched.machines.cost_model import CostModel
 from moesched.machines.networks import NETWORK
-from moesched.routing import SeededRouting
-from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.served import ServedRouting
 from moesched.runs.decisions import rows_of_experts, simulated_decisions
 from moesched.runs.device_values import lane_kinds, value_checks
@@ -33,7 +27,7 @@ from moesched.runs.served_parts import (
     require_one_accelerator,
 )
 from moesched.runs.serving import ARRIVALS, Serving
-from moesched.runs.virtual_run import Perform
+from moesched.runs.virtual_run import Perform, decided, virtual_driver
 from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import (
     Device,
@@ -45,7 +39,6 @@ from moesched.seams import (
     Serves,
     Transport,
 )
-from moesched.steps.contention import lanes_contend
 from moesched.steps.plan import Plan
 from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
@@ -56,10 +49,8 @@ from moesched.trace.recording import WAIT
 def simulate_serving(
     setup: ServingSetup,
     *,
-    cost: CostModel | None = None,
     routing: Routing | None = None,
     preview_accuracy: float = PREVIEW_ACCURACY,
-    sharing: bool | None = None,
     observers: Sequence[Observer] = (),
     recorder: Recorder | LastSteps | None = None,
     device: Device | None = None,
@@ -72,7 +63,7 @@ def simulate_serving(
         device: computes every task as it ends; by default nothing is computed.
         peers: the other nodes, if several share the model; `setup` has the first node's plan and policy.
         make_engine: makes the engine of some lanes; by default a checked engine if the environment asks for validation.
-        cost, routing, preview_accuracy, sharing, recorder: as `moesched.runs.simulation.simulate` takes them.
+        routing, preview_accuracy, recorder: as `moesched.runs.simulation.simulate` takes them.
 
     Raises:
         BadInput: the plan is for several accelerators or another number of nodes, or a request exceeds the capacity.
@@ -89,35 +80,14 @@ def simulate_serving(
     )
     runs: list[ServedRun[Engine, Any]] = [run, *followers]
     ranks = [Rank(plan, setup.policy, device), *peers]
-    sharing = lanes_contend(plan) if sharing is None else sharing
-    if recorder is not None:
-        recorder.sharing = sharing
-    driver = VirtualDriver(
-        [each.engine for each in runs],
-        cost or cost_model(plan.machine, plan.layout.dtype),
-        sharing=sharing,
-        perform=_decided(plan, routing, preview_accuracy) if device is None else _computed(ranks, runs),
-        observers=observers_of(runs, observers, recorder),
-        delays={
-            lane: delay
-            for each in runs
-            for lane, delay in wired_memory_delays(each.plan, each.run_state.lanes).items()
-        },
-    )
+    if device is None:
+        perform = decided(simulated_decisions(plan, routing, preview_accuracy, by_step=True))
+    else:
+        perform = _computed(ranks, runs)
+    driver = virtual_driver(runs, perform, observers=observers, recorder=recorder)
     with closed_at_end(runs):
         driver.run(*(each.main.run() for each in runs))
     return run.main
-
-
-def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> dict[type[Task], Perform]:
-    """Return, by type of task, the function that makes the values of routing and sampling, where no device does.
-
-    preview_accuracy: probability that a preview forecasts an expert that the router then chooses one layer later.
-    """
-    routed = plan.layout.config.routed
-    routing = routing or SeededRouting(routed.experts, routed.top_k)
-    previews = RouterForecast(routing, routed.experts, preview_accuracy)
-    return dict.fromkeys((Decision, Preview), simulated_decisions(plan, routing, previews, by_step=True))
 
 
 def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -86,8 +86,11 @@ class Occupancy(msgspec.Struct):
     waiting: list[int] = []
 
 
-class ServingListener(Protocol):
-    """Follows requests that are served; called on the thread that runs the policy."""
+class ServingListener:
+    """Base of listeners that follow requests which are served. Every method does nothing; a listener overrides some.
+
+    The methods are called on the thread that runs the policy.
+    """
 
     def loaded(self, serving: Serving) -> None:
         """Called once the weights are loaded, so that requests can run."""
@@ -149,7 +152,7 @@ class Serving:
         self._arrivals = arrivals
         self._admission = admission
         self._stop_tokens = frozenset(stop_tokens)
-        self._listener = listener
+        self._listener = listener or ServingListener()
         self._device = device
         self._keeps_history = keeps_history
         self._on_step = on_step
@@ -162,8 +165,7 @@ class Serving:
     async def run(self) -> Mapping[int, Served]:
         """Run steps until no more requests arrive and all have ended; returns the requests by number."""
         self.loaded = await load(self._run)
-        if self._listener is not None:
-            self._listener.loaded(self)
+        self._listener.loaded(self)
         index = 0
         running: tuple[dict[int, Rows], list[Sampled]] | None = None
         while True:
@@ -292,8 +294,7 @@ class Serving:
                     self._take(served, token, sample.end - self.loaded, is_part=number in parts)
         self._note(end)
         self._places.collected(index)
-        if self._listener is not None:
-            self._listener.step(self)
+        self._listener.step(self)
 
     def _take(self, served: Served, token: int, now: int, *, is_part: bool) -> None:
         """Add a token to a request at the time `now` in nanoseconds, and end the request with its last token.
@@ -315,15 +316,14 @@ class Serving:
             self._end(served, "stop", now)
         elif len(served.tokens) == served.request.new_tokens:
             self._end(served, "length", now)
-        elif self._listener is not None:
+        else:
             self._listener.token(served)
 
     def _end(self, served: Served, ending: Ending, now: int) -> None:
         number = served.request.number
         served.ending, served.ended = ending, now
         self._places.leave(number)
-        if self._listener is not None:
-            self._listener.token(served)
+        self._listener.token(served)
         if not self._keeps_history:
             del self.requests[number]
 

@@ -12,8 +12,6 @@ from moesched.errors import BadInput
 from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.machines.cost import cost_model
 from moesched.machines.cost_model import CostModel
-from moesched.routing import SeededRouting
-from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.assembly import assemble
 from moesched.runs.decisions import rows_of_experts, simulated_decisions
 from moesched.runs.ending import Ending
@@ -75,13 +73,10 @@ def simulate(
             )
         outcome = _replay(ranks[0], cost, observers, recorder)
     else:
-        config = plan.layout.config
-        routing = routing or SeededRouting(config.routed.experts, config.routed.top_k)
-        previews = RouterForecast(routing, config.routed.experts, preview_accuracy)
         virtual = VirtualRun(
             ranks,
             cost=cost,
-            decisions=simulated_decisions(plan, routing, previews),
+            decisions=simulated_decisions(plan, routing, preview_accuracy),
             sharing=sharing,
             observers=observers,
             recorder=recorder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moesched.drivers.validation import new_engine
@@ -15,7 +15,7 @@ from moesched.runs.assembly import assemble
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.generation import TokenHandling
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.runs.watched import closed_at_end, observers_of
+from moesched.runs.watched import Watched, closed_at_end, observers_of
 from moesched.seams import Observer
 from moesched.steps.contention import lanes_contend
 from moesched.steps.works import RowsOfExperts
@@ -62,26 +62,15 @@ class VirtualRun:
         age: int = 0,
         chosen: RowsOfExperts | None = None,
     ) -> None:
-        plan = ranks[0].plan
-        sharing = lanes_contend(plan) if sharing is None else sharing
-        if recorder is not None:
-            recorder.sharing = sharing
         self.rank_runs = [
             assemble(rank, make_engine, tokens=tokens, steps=steps, age=age, chosen=chosen) for rank in ranks
         ]
-        self._driver = VirtualDriver(
-            [each.engine for each in self.rank_runs],
-            cost or cost_model(plan.machine, plan.layout.dtype),
-            sharing=sharing,
-            perform=self._on_devices(ranks)
-            if ranks[0].hardware is not None
-            else dict.fromkeys((Decision, Preview), decisions or simulated_decisions(plan)),
-            observers=observers_of(self.rank_runs, observers, recorder),
-            delays={
-                lane: delay
-                for each in self.rank_runs
-                for lane, delay in wired_memory_delays(each.rank.plan, each.lanes).items()
-            },
+        if ranks[0].hardware is None:
+            perform = decided(decisions or simulated_decisions(ranks[0].plan))
+        else:
+            perform = self._on_devices(ranks)
+        self._driver = virtual_driver(
+            self.rank_runs, perform, cost=cost, sharing=sharing, observers=observers, recorder=recorder
         )
 
     @property
@@ -106,3 +95,41 @@ class VirtualRun:
         return dict.fromkeys(
             (Kernel, HostKernel, PageTransfer, Decision, Preview, Collective), devices.execute
         )
+
+
+def decided(decisions: Perform) -> dict[type[Task], Perform]:
+    """Return what the virtual driver performs if no device computes: `decisions`, for tasks of routing and sampling."""
+    return dict.fromkeys((Decision, Preview), decisions)
+
+
+def virtual_driver(
+    runs: Sequence[Watched],
+    perform: Mapping[type[Task], Perform],
+    *,
+    cost: CostModel | None = None,
+    sharing: bool | None = None,
+    observers: Sequence[Observer] = (),
+    recorder: Recorder | LastSteps | None = None,
+) -> VirtualDriver:
+    """Return the driver of the runs of several ranks or nodes on one virtual clock.
+
+    Args:
+        perform: by type of task, the function that makes a task's value.
+        cost, sharing, observers, recorder: as `VirtualRun` takes them.
+    """
+    plan = runs[0].plan
+    sharing = lanes_contend(plan) if sharing is None else sharing
+    if recorder is not None:
+        recorder.sharing = sharing
+    return VirtualDriver(
+        [each.engine for each in runs],
+        cost or cost_model(plan.machine, plan.layout.dtype),
+        sharing=sharing,
+        perform=perform,
+        observers=observers_of(runs, observers, recorder),
+        delays={
+            lane: delay
+            for each in runs
+            for lane, delay in wired_memory_delays(each.plan, each.run_state.lanes).items()
+        },
+    )

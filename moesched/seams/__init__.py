@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moesched.machines.cost_model import CostModel as CostModel
 from moesched.machines.cost_model import at_once as at_once
 from moesched.serving.admission import Admission as Admission
-from moesched.steps.eviction_rule import Eviction as Eviction
+from moesched.steps.eviction import Eviction as Eviction
 from moesched.work import Demand as Demand
 
 from .device import ChecksMachine as ChecksMachine
@@ -20,13 +20,22 @@ from .device import ChoosesDtype as ChoosesDtype
 from .device import CountsReads as CountsReads
 from .device import DescribesMachine as DescribesMachine
 from .device import Device as Device
+from .device import Dilations as Dilations
+from .device import EmulatedLane as EmulatedLane
+from .device import Emulates as Emulates
+from .device import Emulation as Emulation
 from .device import GivesScores as GivesScores
 from .device import HasOwnBytes as HasOwnBytes
 from .device import IsCalibrated as IsCalibrated
 from .device import Issued as Issued
 from .device import JoinsRanks as JoinsRanks
 from .device import KeepsRowsApart as KeepsRowsApart
+from .device import KeepsTime as KeepsTime
+from .device import Kernel as Kernel
+from .device import KernelRow as KernelRow
 from .device import LaneKind as LaneKind
+from .device import ListsKernels as ListsKernels
+from .device import NamesKernels as NamesKernels
 from .device import ObservesActivations as ObservesActivations
 from .device import ObservesRouting as ObservesRouting
 from .device import Progress as Progress
@@ -38,15 +47,6 @@ from .device import Streams as Streams
 from .device import TellsProgress as TellsProgress
 from .device import WarmsUp as WarmsUp
 from .device import ignore_progress as ignore_progress
-from .emulation import Dilations as Dilations
-from .emulation import EmulatedLane as EmulatedLane
-from .emulation import Emulates as Emulates
-from .emulation import Emulation as Emulation
-from .emulation import KeepsTime as KeepsTime
-from .kernel import Kernel as Kernel
-from .kernel import KernelRow as KernelRow
-from .kernel import ListsKernels as ListsKernels
-from .kernel import NamesKernels as NamesKernels
 from .observer import ActivationObserver as ActivationObserver
 from .observer import Observer as Observer
 from .observer import RoutingObserver as RoutingObserver

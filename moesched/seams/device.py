@@ -1,9 +1,11 @@
-"""The seam of devices: they run tasks on real hardware. Each optional ability is a small protocol of its own."""
+"""The seams of devices and of their kernels. Each optional ability of a device is a small protocol of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -291,3 +293,102 @@ class ObservesActivations(Protocol):
 
     def observe_activations(self, observer: ActivationObserver) -> None:
         """Report the experts' activations to `observer`, from the next batch on."""
+
+
+@runtime_checkable
+class KeepsTime(Protocol):
+    """A device that imitates another machine, and provides the clock of all times."""
+
+    def clock(self) -> int:
+        """Return the monotonic nanoseconds on the imitated machine's clock. Called from any thread."""
+
+
+class Dilations(msgspec.Struct, frozen=True):
+    """Real seconds that pass for each second of an emulated machine, in prefill and in decode."""
+
+    prefill: float
+    decode: float
+
+
+class EmulatedLane(msgspec.Struct, frozen=True):
+    """Quality of the emulation of one lane.
+
+    Attributes:
+        real_share: seconds of real work over the dilated seconds of the modelled work; below a third in a good
+            emulation.
+        overruns: tasks whose real work took more than a third of their dilated time.
+        late: tasks whose real work took longer than their dilated time, so that they ended late.
+        excess_seconds: total time that tasks took longer than modelled, in the emulated machine's time.
+    """
+
+    real_share: float
+    overruns: int
+    late: int
+    excess_seconds: float
+
+
+class Emulation(msgspec.Struct, frozen=True):
+    """Quality of an emulation, in a report whose other times are those of the emulated machine.
+
+    Attributes:
+        dilation: real seconds for each second of the emulated machine.
+        core_load: share of this machine's cores that the run kept busy, from 0 to 1.
+        lanes: quality of the emulation of each lane, by the lane's name.
+    """
+
+    dilation: Dilations
+    core_load: float
+    lanes: dict[str, EmulatedLane]
+
+
+@runtime_checkable
+class Emulates(Protocol):
+    """A device that slows itself down to another machine's speed."""
+
+    def emulation(self) -> Emulation:
+        """Compare real work with the emulated machine's time since `begin`. Called after a batch."""
+
+
+@runtime_checkable
+class NamesKernels(Protocol):
+    """A device that has several kernels for an operation."""
+
+    @property
+    def kernels(self) -> Mapping[str, Sequence[str]]:
+        """The names of the kernels that ran so far, by operation."""
+
+
+class KernelRow(NamedTuple):
+    """A row of a device's table of kernels.
+
+    Attributes:
+        takes: the cases that the kernel computes, in words.
+        problem: the reason why it computes none on this machine; None where it does.
+    """
+
+    operation: str
+    name: str
+    takes: str
+    problem: str | None
+
+
+@runtime_checkable
+class ListsKernels(Protocol):
+    """A device whose table of kernels can be read without a model."""
+
+    @staticmethod
+    def kernel_rows() -> Sequence[KernelRow]:
+        """Return the rows of all operations. Of an operation's rows, the first that takes a case computes it."""
+
+
+class Kernel(Protocol):
+    """A third-party kernel, for one operation; see `moesched.devices.kernels.seam`."""
+
+    def refusal(self, case: Any) -> str:
+        """Return the reason why the kernel does not take a case; empty if it does."""
+
+    def bind(self, case: Any, weights: Any, memory: Any) -> Callable[..., Any]:
+        """Make the function that computes a case, with these weights and with results in `memory`, a `Workspace`.
+
+        Called only for cases that the kernel takes. The function may be called often.
+        """

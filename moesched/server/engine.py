@@ -21,7 +21,7 @@ from moesched.jobs.served_model import ServedModel, served_model
 from moesched.jobs.served_options import ServedOptions
 from moesched.requests.logprobs import ScoredToken, WantedLogprobs
 from moesched.requests.sampling import Sampling
-from moesched.runs.serving import Served, Serving
+from moesched.runs.serving import Served, Serving, ServingListener
 from moesched.server.messages import (
     Ask,
     Broken,
@@ -56,7 +56,7 @@ NOT_FINITE = (
 Send = Callable[[list[ToFront]], object]
 
 
-class TokenSender:
+class TokenSender(ServingListener):
     """Sends tokens to the front, the HTTP process, after each step, and the engine's state from time to time.
 
     Args:

@@ -1,4 +1,4 @@
-"""Calls of eviction rules: each answer is checked, and each failure becomes an error that names the rule."""
+"""Eviction rules, which choose the page of a pool that makes room for another one, and checked calls of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,37 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from traceback import extract_tb
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 from moesched.errors import PolicyError
 from moesched.models.layout import Page
-from moesched.steps.eviction_rule import Eviction
 from moesched.steps.model_pages import describe
+
+
+@runtime_checkable
+class Eviction(Protocol):
+    """Chooses the page of a pool that makes room for another page: an argument of `Plan.pool`.
+
+    An object orders the pages of one pool in one run; given a class, each pool makes its own object. Its methods are
+    called while the policy submits tasks, in program order, and see no clock: the same pages are evicted on every
+    machine.
+    """
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        """Note that a task of the step `step` reads the page, or that the page comes to the pool.
+
+        tokens: the task's rows; 0 when the page comes to the pool, and when it is copied to another one. Pages that
+            are there before the first step come in step -1.
+        """
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        """Return the page to evict, one of `pages`.
+
+        pages: the pool's pages, at least one, by `Page.id` in the order of their arrival; those of the fetch that needs
+            the room are left out.
+        """
+
 
 _taken: WeakValueDictionary[int, Eviction] = WeakValueDictionary()
 """The rules that order a cache, by `id`."""

@@ -22,7 +22,7 @@ from moesched.steps.read_only import ReadOnly
 from moesched.tasks import DONE, RUNNING, Block, PageTransfer
 
 if TYPE_CHECKING:
-    from moesched.steps.eviction_rule import Eviction
+    from moesched.steps.eviction import Eviction
 
 Replacement = Literal["ring", "lru", "none"]
 

@@ -47,20 +47,6 @@ class Blocks:
         reads, writes: by a verb's number, the blocks that its task reads and writes.
     """
 
-    __slots__ = (
-        "attention",
-        "attention_host",
-        "hidden",
-        "normed",
-        "normed_host",
-        "positions",
-        "qkv",
-        "qkv_host",
-        "reads",
-        "tokens",
-        "writes",
-    )
-
     def __init__(self, index: int, *, unified: bool, whole: Blocks | None = None) -> None:
         self.tokens: Block = Block(f"tokens mb{index}") if whole is None else whole.tokens
         self.positions: Block = Block(f"positions mb{index}") if whole is None else whole.positions
@@ -71,17 +57,7 @@ class Blocks:
         self.attention_host = self.attention if unified else Block(f"attention on the host mb{index}")
         self.normed = Block(f"normed mb{index}")
         self.normed_host = self.normed if unified else Block(f"normed on the host mb{index}")
-        own = {
-            "tokens": self.tokens,
-            "positions": self.positions,
-            "hidden": self.hidden,
-            "qkv": self.qkv,
-            "qkv_host": self.qkv_host,
-            "attention": self.attention,
-            "attention_host": self.attention_host,
-            "normed": self.normed,
-            "normed_host": self.normed_host,
-        }
+        own: dict[str, Block] = dict(vars(self))
         self.reads = [tuple(own[name] for name in verb.reads if name in own) for verb in VERBS]
         self.writes = [tuple(own[name] for name in verb.writes if name in own) for verb in VERBS]
 
@@ -97,8 +73,6 @@ class KVState:
         loaded: the number of the buffer that `load_kv` filled with a layer's keys and values, by layer.
         attended_in_device: the last layer in which `attention` left keys and values in `device`; -1 for none.
     """
-
-    __slots__ = ("attended_in_device", "device", "layers", "loaded", "on_accelerator", "unsaved")
 
     def __init__(self, layers: list[Block], device: Block, on_accelerator: tuple[bool, ...]) -> None:
         self.layers = layers
@@ -121,8 +95,6 @@ class RoutingState:
         on_host: outputs that are still on the host; None if the routed rows were not copied there.
         called: processors ("accelerator", "host") on which experts with resident weights have begun to run.
     """
-
-    __slots__ = ("called", "decision", "on_host", "outputs", "owners", "pending", "rows_left")
 
     def __init__(self) -> None:
         self.decision: Task | None = None
@@ -170,34 +142,6 @@ class MicroBatch:
         is_chunk: whether it is a chunk.
         before: the chunk before it in the same prompts; None if it is the first one, or no chunk.
     """
-
-    __slots__ = (
-        "_bound_at",
-        "activations",
-        "before",
-        "blocks",
-        "bound",
-        "chunk",
-        "chunk_of",
-        "ends",
-        "generated",
-        "index",
-        "is_chunk",
-        "kv",
-        "last",
-        "phase",
-        "progress",
-        "requests",
-        "routes",
-        "routing",
-        "served",
-        "sized_for",
-        "stage",
-        "starts",
-        "tokens",
-        "works",
-        "works_at",
-    )
 
     def __init__(self, index: int, requests: tuple[int, ...], blocks: Blocks, kv: KVState) -> None:
         self.index = index

@@ -54,27 +54,28 @@ class NodeTasks(SplitVerbs):
         works: Works,
         micro_batches: int,
     ) -> None:
-        split: dict[str, Split] = {"combine": self._reduce}
+        split: dict[str, Split] = {"combine": self._combine}
         if plan.nodes.centralised:
-            split = {"route": self._send, "combine": self._add_up, "sample": self._send}
+            split = {"route": self._send, "combine": self._combine, "sample": self._send}
         if not plan.nodes.attends:
             split = {"route": self._take_rows, "combine": self._hand_in, "sample": self._take_tokens}
         super().__init__(engine, works, split)
         self._lane = network
         self._nodes = plan.nodes.count
+        self._sum_verb = "gather" if plan.nodes.centralised else "all_reduce"
         self._operations = works.operations
         self._sums = [Block(f"sums mb{index}") for index in range(micro_batches)]
 
-    def _reduce(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        yield from self._exchanged_sum("all_reduce", task, reads)
-        yield self._last_of_combine(task), (*reads, self._sums[task.micro_batch]), writes
-
-    def _add_up(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        yield from self._exchanged_sum("gather", task, reads)
-        yield self._last_of_combine(task), (*reads, self._sums[task.micro_batch]), writes
+    def _combine(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        yield from self._hand_in(task, reads, writes)
+        task.work = self._works.of_task("add residual", task, Operations.add_residual)
+        yield task, (*reads, self._sums[task.micro_batch]), writes
 
     def _hand_in(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        yield from self._exchanged_sum("gather", task, reads)
+        """Yield the tasks that sum a node's part of a layer's output, and exchange the sums of all nodes."""
+        sums = (self._sums[task.micro_batch],)
+        yield self._kernel("partial_sum", task, task.work), reads, sums
+        yield self._exchange(self._sum_verb, task, SUM), sums, sums
 
     def _send(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
         """Yield the first node's tasks for a verb: `task`, with the blocks it reads and writes, and a broadcast."""
@@ -92,15 +93,6 @@ class NodeTasks(SplitVerbs):
             "take tokens", task, lambda _, tokens: Amount(0, tokens * TOKEN_BYTES)
         )
         yield task, writes, writes
-
-    def _exchanged_sum(self, verb: str, task: Task, reads: Sequence[Block]) -> Iterator[SubTask]:
-        sums = (self._sums[task.micro_batch],)
-        yield self._kernel("partial_sum", task, task.work), reads, sums
-        yield self._exchange(verb, task, SUM), sums, sums
-
-    def _last_of_combine(self, task: Task) -> Task:
-        task.work = self._works.of_task("add residual", task, Operations.add_residual)
-        return task
 
     def _exchange(self, verb: str, task: Task, data: str) -> Collective:
         rows = task.work.tokens

@@ -39,22 +39,6 @@ class PipelineStage:
         onward: the hops of a hidden state to the next stage, as pairs of memories (source, destination).
     """
 
-    __slots__ = (
-        "dense",
-        "empty_kv_slots",
-        "end",
-        "expert",
-        "host",
-        "lane",
-        "lanes",
-        "memory",
-        "named_lanes",
-        "number",
-        "onward",
-        "processors",
-        "whole",
-    )
-
     def __init__(self, plan: Plan, number: int, lanes: Mapping[str, Lane]) -> None:
         machine, layout, roles = plan.machine, plan.layout, plan.machine.roles
         fast, host = plan.memory("accelerator", number), plan.memory("host")

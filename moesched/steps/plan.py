@@ -14,7 +14,7 @@ from moesched.errors import BadInput, PolicyError
 from moesched.models.layout import Page
 from moesched.steps.claims import claim_of_slots
 from moesched.steps.declarations import require_slots, require_whole
-from moesched.steps.eviction_rule import Eviction
+from moesched.steps.eviction import Eviction
 from moesched.steps.fixed_pages import FixedPages
 from moesched.steps.memory import Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages

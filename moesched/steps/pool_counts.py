@@ -38,16 +38,6 @@ class PoolCounts:
         skipped: number of tasks of further steps that `repeat` counted, although they were not submitted.
     """
 
-    __slots__ = (
-        "cancelled",
-        "fetched",
-        "hits",
-        "log",
-        "misses",
-        "skipped",
-        "wasted",
-    )
-
     def __init__(self) -> None:
         self.fetched = self.hits = self.misses = self.wasted = self.cancelled = self.skipped = 0
         self.log: list[tuple[int, Counted]] | None = None

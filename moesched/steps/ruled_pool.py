@@ -7,8 +7,7 @@ from sys import maxsize
 
 from moesched.engine import Engine
 from moesched.models.layout import Page
-from moesched.steps.eviction import RuledPages
-from moesched.steps.eviction_rule import Eviction
+from moesched.steps.eviction import Eviction, RuledPages
 from moesched.steps.memory import Memory, Pool, Replacement, Slot
 
 

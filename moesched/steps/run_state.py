@@ -10,7 +10,6 @@ from moesched.machines import INTERCONNECT
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page
 from moesched.requests.rows import Rows
-from moesched.steps.chosen_experts import ChosenExperts
 from moesched.steps.fixed_pages import FixedPages
 from moesched.steps.memory import Slot, counts_of, slots_of
 from moesched.steps.micro_batch import MicroBatch, chunk_of, whole_micro_batch
@@ -20,6 +19,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.pool_counts import LOADED
 from moesched.steps.preview_accuracy import PreviewAccuracy
 from moesched.steps.rank_tasks import RankTasks
+from moesched.steps.split_verbs import ChosenExperts
 from moesched.steps.verbs.table import INPUT, START, STRIDE
 from moesched.steps.works import RowsOfExperts, Works
 from moesched.tasks import Block, Lane, PageTransfer, Task

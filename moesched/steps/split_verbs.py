@@ -1,4 +1,4 @@
-"""Verbs that consist of several tasks, where several ranks or nodes run a model."""
+"""Verbs that consist of several tasks, or of a task with another cost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from moesched.engine import Engine
+from moesched.models.operations import Operations
 from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Decision, Kernel, Lane, Task
 from moesched.work import Work
@@ -81,3 +82,16 @@ def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operan
 def signature_of(data: str, task: Task) -> str:
     """Return the text that names the exchange of `data`, such as "tokens", for a task; equal on all ranks."""
     return f"{data} of {task.work.tokens} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"
+
+
+class ChosenExperts(SplitVerbs):
+    """Submits verbs in a simulation with a routing: `post_attention` costs what its tokens' experts do."""
+
+    def __init__(self, engine: Engine, works: Works) -> None:
+        super().__init__(engine, works, {"post_attention": self._post_attention})
+
+    def _post_attention(
+        self, task: Task, reads: Sequence[Block], writes: Sequence[Block]
+    ) -> Iterator[SubTask]:
+        task.work = self._works.of_experts("post_attention", task, Operations.post_attention)
+        yield task, reads, writes

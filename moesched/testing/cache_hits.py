@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from moesched.dispatch.cached_experts import TakesPreviews, TakesScores
 from moesched.models.layout import Page
-from moesched.steps.eviction_rule import Eviction
+from moesched.steps.eviction import Eviction
 
 LAYERS, EXPERTS, CHOSEN, STEPS, SEQUENCES = 3, 8, 2, 40, 8
 ROOM = LAYERS * CHOSEN

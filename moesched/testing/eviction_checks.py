@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from moesched.dispatch.cached_experts import TakesPreviews, TakesScores
 from moesched.models.layout import Page
-from moesched.steps.eviction_rule import Eviction
+from moesched.steps.eviction import Eviction
 from moesched.testing.asserts import require_asserts
 from moesched.testing.cache_hits import Choices, hit_rate, popular, random_hit_rate, recurring
 

@@ -37,7 +37,8 @@ from moesched.steps.plan import Plan
 from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Lane, Task
 from moesched.testing.served_checks import check_served, random_requests
-from moesched.testing.symbolic import SymbolicDevice, expected_tokens
+from moesched.testing.symbolic.device import SymbolicDevice
+from moesched.testing.symbolic.model import expected_tokens
 
 Clock = Literal["virtual", "shared", "real"]
 CLOCKS: tuple[Clock, ...] = ("virtual", "shared", "real")

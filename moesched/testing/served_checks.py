@@ -15,7 +15,7 @@ from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
 from moesched.steps.plan import Plan
-from moesched.testing.symbolic import SymbolicDevice
+from moesched.testing.symbolic.device import SymbolicDevice
 from moesched.testing.symbolic.served import expected_served
 
 REQUESTS = 8

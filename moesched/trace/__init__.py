@@ -9,16 +9,16 @@ from moesched.trace.critical import Hop, critical_path, least_nanoseconds
 from moesched.trace.merging import merge_recordings
 from moesched.trace.recorder import FirstSteps, LastSteps, Recorder
 from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice, TaskInfo
-from moesched.trace.summary import KindUse, LaneUse, StepTime, Summary, summarize
+from moesched.trace.summary import KindUse, LaneSummary, StepTime, Summary, summarize
 
 __all__ = [
     "About",
     "Clock",
+    "FirstSteps",
     "Hop",
     "KindUse",
     "LaneName",
-    "LaneUse",
-    "FirstSteps",
+    "LaneSummary",
     "LastSteps",
     "MemorySample",
     "Recorder",

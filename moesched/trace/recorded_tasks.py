@@ -6,16 +6,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter, itemgetter
-from typing import Protocol
 
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.machines.cost_model import CostModel
-from moesched.steps.memory import Pool, counts_of
+from moesched.steps.memory import Memory, Pool, counts_of
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import STATE_NAMES, Block, Collective, Decision, Join, Lane, PageTransfer, Task
 from moesched.trace.descriptions import Descriptions, title_of
-from moesched.trace.instants import lengthen
 from moesched.trace.recording import (
     Cancelled,
     LaneName,
@@ -31,14 +29,6 @@ by_id = attrgetter("id")
 """The sort key for program order."""
 
 
-class HasPeak(Protocol):
-    """An object that records a memory's peak use, such as the memory's ledger of reservations."""
-
-    @property
-    def peak(self) -> int:
-        """Largest number of bytes that were reserved in the memory at once."""
-
-
 class RankRecord:
     """Data of one rank that its engine and pools collect during the run, apart from the finished tasks.
 
@@ -46,12 +36,12 @@ class RankRecord:
         awaits: pairs of an awaited task's id and the number of tasks that the policy had submitted by then.
         submit_delays: pairs of a task's id and the nanoseconds in which its lane was idle until it was submitted.
         cancels: pairs of a cancelled task and the time.
-        memories: objects that know the peak bytes of a memory, by its name.
+        memories: the memories by name.
         filled: slots of pages that were filled by tasks which the recorder has dropped.
         counts: for each pool, a list of (number of the next submitted task, the pool's counts).
     """
 
-    def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
+    def __init__(self, engine: Engine, memories: Mapping[str, Memory], pools: Iterable[Pool]) -> None:
         self._engine = engine
         self.lanes = engine.lanes
         self.joins: list[Join] = []
@@ -110,7 +100,7 @@ def record(tasks: Sequence[Task], ranks: Sequence[RankRecord], origin: int, *, t
     descriptions = Descriptions()
     producers = [numbers[lanes[task.lane].rank].of(task.deps) for task in tasks]
     slices = [_slice(task, lanes[task.lane], descriptions) for task in tasks]
-    lengthen(slices, producers)
+    _lengthen(slices, producers)
     _note_policies(slices, ranks, numbers)
     recording = Recording(
         list(lanes.values()),
@@ -305,3 +295,32 @@ def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample
             title = title_of(pool)
             samples += [PoolSample(rank, title, time, counted) for time, counted in counts.items()]
     return samples
+
+
+def _lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
+    """Make tasks of zero length one nanosecond long, and delay tasks that would then begin before these tasks end.
+
+    Viewers draw no arrows at tasks without length.
+
+    Faults of the clock stay visible to checks: tasks that overlapped before, or began before the end of a task that
+    they depend on, still do.
+
+    Args:
+        slices: the tasks that ran on all lanes, in any order; changed in place.
+        producers: for each task, the indices of the tasks that it depends on.
+    """
+    if all(each.start < each.end for each in slices):
+        return
+    ends = [each.end for each in slices]
+    last: dict[LaneName, int] = {}
+    for place in sorted(range(len(slices)), key=lambda place: _in_time(slices[place])):
+        each = slices[place]
+        before = [*producers[place], *([last[each.lane]] if each.lane in last else [])]
+        each.start = max([each.start, *(slices[other].end for other in before if ends[other] <= each.start)])
+        each.end = max(each.end, each.start + 1)
+        last[each.lane] = place
+
+
+def _in_time(each: Slice) -> tuple[int, int, int]:
+    """Return a task's sort key: start, end and number, so that tasks with equal times stay in program order."""
+    return each.start, each.end, each.id

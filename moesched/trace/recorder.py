@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from moesched.engine import Engine
 from moesched.machines.cost_model import CostModel
-from moesched.steps.memory import Pool
+from moesched.steps.memory import Memory, Pool
 from moesched.tasks import Lane, PageTransfer, Task
-from moesched.trace.recorded_tasks import HasPeak, RankRecord, costs_of, predictions_of, record
+from moesched.trace.recorded_tasks import RankRecord, costs_of, predictions_of, record
 from moesched.trace.recording import Recording
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _RankRecorder:
         self._rank_of: dict[Lane, int] = {}
 
     def watch(
-        self, engine: Engine, memories: Mapping[str, HasPeak] | None = None, pools: Iterable[Pool] = ()
+        self, engine: Engine, memories: Mapping[str, Memory] | None = None, pools: Iterable[Pool] = ()
     ) -> None:
         """Record one more rank. Call it before the rank's engine runs; ranks are numbered in the order of calls.
 

@@ -7,7 +7,7 @@ import msgspec
 from moesched.trace.recording import Recording, Slice
 
 
-class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
+class LaneSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The use of one lane (queue of tasks) after loading.
 
     Attributes:
@@ -80,7 +80,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     cancelled: int
     nbytes_moved: float = msgspec.field(name="bytes_moved")
-    lanes: list[LaneUse]
+    lanes: list[LaneSummary]
     kinds: list[KindUse]
     steps: list[StepTime]
     peak_bytes: dict[str, int]
@@ -121,7 +121,7 @@ class _Sum:
         self.flops += each.task.flops
 
 
-def _lanes(recording: Recording, steps: list[StepTime]) -> list[LaneUse]:
+def _lanes(recording: Recording, steps: list[StepTime]) -> list[LaneSummary]:
     """Return the use of each lane after loading; if the recording has only loading, the use during loading."""
     only_loading = all(each.step < 0 for each in recording.slices)
     loaded = next((step.end for step in steps if step.step < 0 and not only_loading), recording.start / 1e9)
@@ -131,7 +131,7 @@ def _lanes(recording: Recording, steps: list[StepTime]) -> list[LaneUse]:
         if each.step >= 0 or only_loading:
             sums[each.lane].add(each)
     return [
-        LaneUse(
+        LaneSummary(
             rank=lane.rank,
             lane=lane.name,
             tasks=total.tasks,

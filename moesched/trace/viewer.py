@@ -25,7 +25,8 @@ from moesched.errors import BadInput
 from moesched.trace.chrome_reader import Event, NameArgs, SliceArgs, decode_trace, nanoseconds, read_bytes
 from moesched.trace.chrome_writer import CRITICAL_PID
 from moesched.trace.recording import phase_of
-from moesched.trace.zero_counters import without_zero_counters
+
+COUNTER = "C"
 
 HOST = "127.0.0.1"
 FIRST_LAYERS = 2
@@ -80,7 +81,7 @@ class Viewer(ThreadingHTTPServer):
         self.secret = token_urlsafe(16)
         self._name = quote(os.fsencode(path.name.removesuffix(".gz")))
         events = decode_trace(data, path).trace_events
-        self.trace = without_zero_counters(data, events)
+        self.trace = _without_zero_counters(data, events)
         self._view = start_view(events)
         self._commands = start_commands(events)
         try:
@@ -193,3 +194,38 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Log nothing about requests."""
+
+
+def _without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
+    """Return a trace without the series of counters whose values are all zero; all other events stay as they are.
+
+    A viewer draws a track for each counter.
+
+    Args:
+        data: the JSON of the trace.
+        events: the events of this trace, decoded.
+    """
+    counted = [(each, _values(each)) for each in events if each.ph == COUNTER]
+    used = {(each.pid, each.name, key) for each, values in counted for key, value in values.items() if value}
+    if all((each.pid, each.name, key) in used for each, values in counted for key in values):
+        return data
+    file = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    raw = msgspec.json.decode(file["traceEvents"], type=list[msgspec.Raw])
+    kept = []
+    for each, text in zip(events, raw, strict=True):
+        if each.ph != COUNTER:
+            kept.append(text)
+            continue
+        values = {key: value for key, value in _values(each).items() if (each.pid, each.name, key) in used}
+        if values:
+            event = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            kept.append(msgspec.Raw(msgspec.json.encode(event | {"args": values})))
+    return msgspec.json.encode(file | {"traceEvents": kept})
+
+
+def _values(event: Event) -> dict[str, int | float]:
+    """Return the values of a counter event by the name of the series; empty if they cannot be decoded."""
+    try:
+        return msgspec.json.decode(event.args, type=dict[str, int | float])
+    except msgspec.DecodeError:
+        return {}

@@ -14,18 +14,18 @@ LOGGED = 100
 _ENDPOINT = "inproc://zeromq.zap.01"
 
 
-class Knock(NamedTuple):
-    """A peer that tried to connect, and the decision on it.
+class Attempt(NamedTuple):
+    """An attempt of a peer to connect, and the decision on it.
 
     Attributes:
         address: the peer's address; empty for a peer on this machine.
         key: the peer's public key, as text; empty if the peer sent none.
-        let_in: whether the peer was admitted.
+        admitted: whether the peer was admitted.
     """
 
     address: str
     key: str
-    let_in: bool
+    admitted: bool
 
 
 class KeyCheck:
@@ -41,14 +41,14 @@ class KeyCheck:
         self.socket.linger = 0
         self.socket.bind(_ENDPOINT)
 
-    def answer(self) -> Knock:
+    def answer(self) -> Attempt:
         """Admit or refuse one peer that tried to connect, and return the peer with this decision."""
         version, request, _, address, _, mechanism, *credentials = self.socket.recv_multipart()
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and len(credentials) == 1 else ""
         user = self._users.get(key)
         verdict = (b"400", b"unknown key", b"") if user is None else (b"200", b"", user.encode())
         self.socket.send_multipart([version, request, *verdict, b""])
-        return Knock(address.decode(errors="replace"), key, user is not None)
+        return Attempt(address.decode(errors="replace"), key, user is not None)
 
     def close(self) -> None:
         """Close the socket; no peer is admitted from then on."""

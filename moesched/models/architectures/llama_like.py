@@ -47,8 +47,8 @@ def layer(
         file: the file, for error messages.
         keys: the decoded keys of config.json.
         feed_forward: the layer's feed-forward network.
-        partial: whether the architecture may rotate only a part of each head. attention: further fields of
-            GroupedAttention.
+        partial: whether the architecture may rotate only a part of each head.
+        attention: further fields of `GroupedAttention`.
     """
     heads = keys.num_attention_heads
     head_dim = keys.hidden_size // max(heads, 1) if keys.head_dim is None else keys.head_dim

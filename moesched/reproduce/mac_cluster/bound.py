@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moesched.machines import load_machine
-from moesched.planner import plan_cluster
+from moesched.planner.cluster import plan_cluster
 from moesched.reproduce.mac_cluster.paper import MacPaper
 from moesched.reproduce.report import Section, Value, agrees, rounded
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from moesched.drivers.wired_memory import Array, WiredPages
 from moesched.machines import WiredMemory, load_machine
 from moesched.machines.sustained import at_peak
-from moesched.planner import plan_cluster
+from moesched.planner.cluster import plan_cluster
 from moesched.reproduce.mac_cluster.paper import MacPaper
 from moesched.reproduce.mac_cluster.runs import run_system
 from moesched.reproduce.mac_cluster.tables import Tables

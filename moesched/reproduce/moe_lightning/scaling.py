@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moesched.planner import plan_model
+from moesched.planner.proposal import plan_model
 from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.moe_lightning.rate_factors import RateFactors, machine_at
 from moesched.reproduce.moe_lightning.speedups import (

@@ -18,7 +18,7 @@ from moesched.jobs.simulate_model import require_context
 from moesched.machines.cost import cost_model
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, room_for, weight_layout
-from moesched.planner import Setting
+from moesched.planner.setting import Setting
 from moesched.planner.sizing import choose_sizes
 from moesched.planner.trial_run import TrialFigures, trial_run
 from moesched.plugins import make_policy

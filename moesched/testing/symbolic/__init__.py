@@ -7,10 +7,3 @@ runs under both drivers, needs no weights, and takes microseconds a task: a sche
 The functions of its verbs repeat what each verb reads and writes. The engine's dependencies come from the table in
 `moesched/steps/verbs/table.py`; a device that took its reads and writes from this table could not find it wrong.
 """
-
-from __future__ import annotations
-
-from moesched.testing.symbolic.device import SymbolicDevice
-from moesched.testing.symbolic.model import expected_tokens
-
-__all__ = ["SymbolicDevice", "expected_tokens"]

@@ -1,11 +1,20 @@
-"""Probes, which judge the facts about the host: processor, kernels, cores, memory, folders and clock."""
+"""Probes, which judge the facts about a machine: its host, its accelerators, and the cluster that it is to start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from moesched.doctor.facts import Facts, FolderFacts
+from moesched.doctor.facts import NO_ANSWER, Facts, FolderFacts, SshFacts
 from moesched.doctor.findings import Finding, finding
+from moesched.system.cuda import (
+    FIRST_WITH_BFLOAT16,
+    CudaFacts,
+    GpuFacts,
+    major_version,
+    trouble_of_driver,
+    trouble_of_gpu,
+)
+from moesched.system.macos import raise_wired_limit
 
 LEAST_AVAILABLE = 2 * 10**9
 """Bytes of memory that are enough for Python, torch and a small model."""
@@ -25,6 +34,20 @@ X86_SETS = {
     "avx2": {"avx2", "fma"},
 }
 """The processor's features that each instruction set of the kernels needs, by the set's name, best set first."""
+FULL_SHARE = 0.1
+"""Share of a GPU's memory that other programs may fill; a desktop takes less."""
+WIRED_SHARE = 0.6
+"""The least share of a Mac's memory that Metal should be allowed to wire; macOS allows two thirds to three quarters."""
+LEAST_MACOS = 15
+"""The first macOS with residency sets, which keep weights wired."""
+SSH_PROBLEMS = {
+    "ssh-password": ("permission denied", "authentication"),
+    "ssh-question": ("host key verification",),
+    "ssh-no-address": ("could not resolve", "name or service", "nodename nor servname"),
+    "ssh-no-server": ("connection refused",),
+    "ssh-silent": ("timed out", "no route", "unreachable", NO_ANSWER),
+}
+"""Words in ssh's error messages, in lower case, by the name of the finding that they lead to."""
 
 
 def probe_processor(facts: Facts) -> Iterator[Finding]:
@@ -117,3 +140,92 @@ def probe_clock(facts: Facts) -> Iterator[Finding]:
         yield finding("clock-coarse", microseconds=clock.step / 1000)
     else:
         yield finding("clock", clock=clock)
+
+
+def probe_cuda(facts: Facts) -> Iterator[Finding]:
+    """Yield findings on whether torch can use the NVIDIA GPUs; none if there is no GPU and none is asked for."""
+    cuda = facts.cuda
+    if facts.device == "cuda" or cuda.driver:
+        trouble = trouble_of_driver(cuda)
+        yield finding("cuda-trouble" if trouble else "cuda", trouble=trouble, cuda=cuda)
+        for gpu in cuda.gpus:
+            yield _of_gpu(gpu, cuda)
+
+
+def _of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Finding:
+    if trouble := trouble_of_gpu(gpu, cuda):
+        return finding("gpu-trouble", trouble=trouble)
+    of_others = gpu.total - gpu.free - gpu.own
+    if of_others > FULL_SHARE * gpu.total:
+        return finding("gpu-full", gpu=gpu, of_others=of_others)
+    major, minor = gpu.capability
+    name = "gpu" if gpu.capability >= FIRST_WITH_BFLOAT16 else "gpu-without-bfloat16"
+    return finding(name, gpu=gpu, major=major, minor=minor)
+
+
+def probe_metal(facts: Facts) -> Iterator[Finding]:
+    """Yield findings on whether MLX can use the GPU of a Mac, and how much memory it may wire."""
+    metal = facts.metal
+    if metal is None:
+        return
+    if metal.problem:
+        yield finding("mlx-unusable", metal=metal)
+    elif not metal.metal:
+        yield finding("mlx-without-gpu" if metal.macos else "mlx-on-processor", metal=metal)
+    else:
+        yield finding("mlx", metal=metal)
+        if major_version(metal.macos) < LEAST_MACOS:
+            yield finding("macos-old", metal=metal, least=LEAST_MACOS)
+        if metal.recommended is not None:
+            yield _of_wired_limit(facts, metal.recommended)
+
+
+def _of_wired_limit(facts: Facts, limit: int) -> Finding:
+    total = facts.memory.physical
+    wanted = max(int(WIRED_SHARE * total), facts.model_bytes if facts.model_bytes < 0.9 * total else 0)
+    if limit >= wanted:
+        return finding("wired", limit=limit, total=total)
+    raised = raise_wired_limit(max(wanted, int(0.75 * total)))
+    return finding("wired-too-little", limit=limit, total=total, wanted=wanted, raised=raised)
+
+
+def probe_cluster(facts: Facts) -> Iterator[Finding]:
+    """Yield findings on whether this machine can start a cluster's nodes and reach their ports, if a file was given."""
+    cluster = facts.cluster
+    if cluster is None:
+        return
+    if cluster.ssh:
+        for node in cluster.nodes:
+            yield _of_node(node, cluster.version)
+    else:
+        yield finding("ssh-missing")
+    for port in cluster.ports:
+        yield finding(f"port-{port.state}", port=port)
+
+
+def _of_node(node: SshFacts, here: str) -> Finding:
+    if node.problem:
+        said = node.problem.lower()
+        known = (name for name, words in SSH_PROBLEMS.items() if any(word in said for word in words))
+        return finding(next(known, "ssh-unreached"), node=node)
+    if node.failure:
+        return finding("node-fails", node=node)
+    if not node.version:
+        return finding("node-without-command", node=node)
+    return finding("ssh" if node.version == here else "node-of-another-version", node=node, here=here)
+
+
+PROBES: Sequence[Callable[[Facts], Iterator[Finding]]] = (
+    probe_processor,
+    probe_kernels,
+    probe_cores,
+    probe_memory,
+    probe_locked_memory,
+    probe_mapped_files,
+    probe_folders,
+    probe_clock,
+    probe_cuda,
+    probe_metal,
+    probe_cluster,
+)
+"""All probes, in the order of their findings."""
