@@ -49,6 +49,11 @@ def read_input(path: Path, what: str, most: int, *, remedy: str = "check its pat
     return b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
 
 
+def absolute_path(path: Path) -> Path:
+    """Return the absolute path of a file or folder; a path where nothing is stays as it is, for messages."""
+    return path.absolute() if exists(path) else path
+
+
 @contextmanager
 def open_input(
     path: Path, what: str, *, remedy: str = "check its path and permissions", pipes: bool = False
