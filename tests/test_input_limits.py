@@ -20,6 +20,7 @@ from moesched.inputs.tokenizer import PIECE, Tokenizer
 from moesched.machines import load_machine
 from moesched.machines.toml_library import profile_text
 from moesched.requests.workloads import load_workload
+from moesched.system.cache import cache_folder
 from moesched.system.plain_text import plain_text, shown
 from moesched.system.whole_file import write_json
 from moesched.units import parse_bytes
@@ -239,6 +240,18 @@ def test_a_cache_that_no_folder_can_have_the_name_of_is_refused_in_one_line(
     refused(
         command("simulate", "--help-me"), "cannot use the cache .*: File name too long: set MOESCHED_CACHE"
     )
+
+
+@pytest.mark.parametrize("given", ["cache", "./cache", ""])
+def test_a_relative_folder_of_xdg_is_ignored_and_the_cache_is_in_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
+    monkeypatch.delenv("MOESCHED_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert cache_folder() == tmp_path / ".cache" / "moesched"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert cache_folder() == tmp_path / "elsewhere" / "moesched"
 
 
 def test_a_file_may_have_the_longest_name_that_the_system_allows(tmp_path: Path) -> None:
