@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from moesched.errors import BadInput
-from moesched.system.decoding import decode_toml
+from moesched.system.decoding import decode_toml, fault
 from moesched.system.input_file import read_input
 from moesched.system.near_names import with_nearest
 
@@ -93,10 +93,10 @@ def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
+        message, path = fault(error, raw)
         unknown = _UNKNOWN.fullmatch(message)
         if unknown and not path and issubclass(kind, msgspec.Struct):
             keys = [each.encode_name for each in msgspec.structs.fields(kind)]
             message += ": " + with_nearest(unknown[1], keys, f"keys are {', '.join(keys)}")
-        at = (key + path.rstrip("`")).lstrip(".")
+        at = (key + path).lstrip(".")
         raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from moesched.errors import BadInput
 from moesched.machines.toml_library import decode_profile, profile_names, profile_text
+from moesched.system.decoding import reason
 from moesched.system.plain_text import shown
 
 MOST_DISTINCT = 10_000
@@ -128,7 +129,7 @@ def _parse(text: bytes, where: str) -> Workload:
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
     except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: not a workload: {error}") from None
+        raise BadInput(f"{where}: not a workload: {reason(error, decoded)}") from None
 
 
 def _check(name: str, prompts: PromptLengths) -> None:
