@@ -8,7 +8,7 @@ from pathlib import Path
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.inputs.defaults import NEW_TOKENS
-from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts
+from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts, require_prompts
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.machines import Machine, load_machine, machine_names
 from moesched.machines.changes import changed
@@ -92,8 +92,9 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
 
 def absolute_machine(machine: Machine | str) -> Machine | str:
     """Return a machine as given, a file with its absolute path, so that it is found after a change of folder."""
-    named = isinstance(machine, Machine) or machine in ("", "auto", *machine_names())
-    return machine if named else str(absolute_path(Path(machine)))
+    if not isinstance(machine, str) or machine in ("", "auto", *machine_names()):
+        return machine
+    return str(absolute_path(Path(machine)))
 
 
 def machine_file(machine: Machine | str) -> Path | None:
@@ -131,6 +132,7 @@ def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: M
         if not workload.endswith(".jsonl"):
             return load_workload(workload)
         workload = read_prompts(Path(workload))
+    require_prompts(workload)
     has_files = str(model) not in SHAPES
     if not has_files and any(isinstance(prompt, str) for prompt in workload):
         raise BadInput(

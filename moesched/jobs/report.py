@@ -216,13 +216,13 @@ def _doubt(change: str, plan: Plan, failure: str | None) -> str:
     return f"{change}: {tokens} may be wrong{other}; restore it, or wait until it is complete, and run again"
 
 
-def write_report(path: Path, report: JobReport) -> None:
+def write_report(path: Path | str, report: JobReport) -> None:
     """Write a report as JSON.
 
     Raises:
         BadInput: the file cannot be written; no partial file is left.
     """
-    write_json(path, "report", report.as_dict())
+    write_json(Path(path), "report", report.as_dict())
 
 
 def require_complete(report: JobReport) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Annotated
+from numbers import Integral
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -105,7 +106,22 @@ def spread(prompts: PromptLengths) -> tuple[int, ...]:
 
 def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
     """Create a workload of prompts with these lengths in tokens, in this order, each with `new_tokens` to generate."""
-    return Workload(name="given lengths", new_tokens=(new_tokens,), prompt_tokens=tuple(prompt_tokens))
+    return Workload(
+        name="given lengths",
+        new_tokens=_whole("new_tokens", [new_tokens]),
+        prompt_tokens=_whole("prompt_tokens", prompt_tokens),
+    )
+
+
+def _whole(name: str, numbers: object) -> tuple[int, ...]:
+    """Return whole numbers, also numpy's, as Python's own.
+
+    name: the numbers' name in the error.
+    """
+    listed: list[Any] = list(numbers) if isinstance(numbers, Iterable) else [None]
+    if not all(isinstance(each, Integral) for each in listed):
+        raise BadInput(f"{name} is {shown(numbers)}: give a list of whole numbers")
+    return tuple(map(int, listed))
 
 
 def workload_names() -> list[str]:
