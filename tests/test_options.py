@@ -207,6 +207,19 @@ def test_a_simulation_refuses_a_value_of_another_type_in_one_line(given: dict[st
         (moesched.given_lengths, ([1.5], 2), "prompt_tokens is [1.5]: give a list of whole numbers"),
         (moesched.given_lengths, ([5], "2"), "new_tokens is ['2']: give a list of whole numbers"),
         (moesched.load_machine, (None,), "no machine None: name a TOML file or one of …"),
+        (moesched.read_trace, (None,), "the path of a trace is None: give a text or a Path"),
+        (moesched.check_trace, (3,), "the path of a trace is 3: give a text or a Path"),
+        (
+            moesched.compare_runs,
+            ([{"ttft": 3}] * 2,),
+            "the path of a run is {'ttft': 3}: give a text or a Path",
+        ),
+        (
+            moesched.read_routing_profile,
+            (b"a",),
+            "the path of a routing profile is b'a': give a text or a Path",
+        ),
+        (moesched.write_report, (None, None), "the path of a report is None: give a text or a Path"),
         (moesched.load_workload, (["a"],), "no workload ['a']: name a TOML file or one of …"),
     ],
 )
@@ -243,9 +256,8 @@ def test_numbers_of_numpy_and_paths_predict_the_same_as_pythons_own(tmp_path: Pa
     numpys["budgets"] = {"gpu": np.int64(14_000_000_000)}
     own: dict[str, Any] = {"workload": moesched.given_lengths([77, 88], 3), "gen": 2, "machine": "t4"}
     own["budgets"] = {"gpu": 14_000_000_000}
-    reports = [
-        moesched.simulate_model("mixtral-8x7b", policy="layer_streaming", **each) for each in (numpys, own)
-    ]
+    numpys["settings"], own["settings"] = {"ahead": np.int64(1)}, {"ahead": 1}
+    reports = [moesched.simulate_model("mixtral-8x7b", policy="hybrimoe", **each) for each in (numpys, own)]
     first, second = (each.as_dict() | {"wall_seconds": 0} for each in reports)
     assert first == second
 
