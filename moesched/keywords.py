@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING
@@ -10,7 +9,7 @@ from functools import wraps
 from textwrap import TextWrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from moesched.options import Described, described
+from moesched.options import Described, described, without_description
 
 WIDTH = 120
 """Width in characters to which docstrings are wrapped."""
@@ -70,14 +69,6 @@ class takes(Generic[Keywords, Given]):
         return called
 
 
-def _without_description(annotation: str) -> str:
-    """Return the type in an annotation's source text: of "Annotated[int, Option(...)]" it is "int"."""
-    match ast.parse(annotation, mode="eval").body:
-        case ast.Subscript(ast.Name("Annotated"), ast.Tuple([kind, *_])):
-            return ast.unparse(kind)
-    return annotation
-
-
 def _place(each: Described) -> int:
     """Return the sort key of a parameter: 0 for positional ones, 1 for those without a default, 2 for the others."""
     return 0 if each.by_place else 1 if each.default is MISSING else 2
@@ -90,7 +81,7 @@ def _signature(own: Iterable[Described]) -> inspect.Signature:
 def _parameter(each: Described) -> inspect.Parameter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if each.by_place else inspect.Parameter.KEYWORD_ONLY
     default = inspect.Parameter.empty if each.default is MISSING else each.default
-    return inspect.Parameter(each.name, kind, default=default, annotation=_without_description(each.source))
+    return inspect.Parameter(each.name, kind, default=default, annotation=without_description(each.source))
 
 
 def _with_meanings(text: str, own: Iterable[Described]) -> str:

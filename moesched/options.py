@@ -5,14 +5,17 @@ An option is written in one place, as a field: parser, `help`, reference and swe
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
+from os import PathLike, fspath
 from pathlib import Path
+from reprlib import repr as shown
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, dataclass_transform, get_args, get_origin
 
@@ -120,19 +123,50 @@ class Described(NamedTuple):
             return get_args(self.kinds[0])[1]
         return str if str in self.kinds else self.kinds[0]
 
+    def plain(self, value: Any) -> Any:
+        """Return a number of another library as Python's own, and a path as text if the option takes texts only."""
+        if isinstance(value, PathLike) and Path not in self.kinds:
+            return fspath(value)
+        if self.kinds == (int,) and not isinstance(value, bool) and isinstance(value, Integral):
+            return int(value)  # numpy's have limits, and are kept by caches
+        if self.kinds == (float,) and not isinstance(value, int | float) and isinstance(value, Real):
+            return float(value)
+        return value
+
     def require(self, value: Any, title: str = "") -> None:
-        """Raise BadInput if a value is no number within the option's bounds; `title` names it, by default its flag."""
-        if value is None or not self.option.is_bounded:
+        """Raise BadInput if a value is of a wrong type or out of bounds; `title` names it, by default its flag."""
+        is_number = self.kinds in ((int,), (float,))
+        if not self._admits_type(value):
+            omits = value is None and self.default is not MISSING
+            remedy = (
+                f"omit it for {shown(self.default)}" if omits else f"give {without_description(self.source)}"
+            )
+            raise BadInput(f"{title or self.name} is {shown(value)}: {remedy}")
+        if value is None or not (is_number or self.option.is_bounded):
             return
         needed, words = (Integral, "whole number") if self.kinds == (int,) else (Real, "number")
-        for number in value if isinstance(value, tuple | list) else [value]:
-            if not issubclass(type(number), needed):
-                said = f"{number!r}, no {words}"
+        for number in [value] if is_number or not isinstance(value, tuple | list) else value:
+            if isinstance(number, bool) or not issubclass(type(number), needed):
+                said = f"{shown(number)}, no {words}"
             elif not self.option.admits(number):
                 said = f"{number:,}"
             else:
                 continue
-            raise BadInput(f"{title or self.flag or self.name} is {said}: give {self.option.bounds}")
+            name = title or self.flag or self.name
+            raise BadInput(f"{name} is {said}: give {self.option.bounds or 'one'}")
+
+    def _admits_type(self, value: Any) -> bool:
+        """Test whether a value is of the option's type, as far as one can see: names for type checkers are unknown."""
+        if value is None:
+            return self.default is None or self.kind is Any or NoneType in get_args(self.kind)
+        if Path in self.kinds:
+            return isinstance(value, str | PathLike)
+        if self.kinds == (bool,):
+            return value in (True, False)
+        if any(get_origin(each) is Callable for each in self.kinds):
+            return callable(value)
+        given = tuple(each for each in self.kinds if isinstance(each, type) and issubclass(each, Options))
+        return not given or isinstance(value, given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +177,7 @@ class Options:
     A subclass may give an inherited option another type or default; the description stays.
 
     Raises:
-        BadInput: a number is out of bounds, a value is no number or no mapping where one is needed, or a path is empty.
+        BadInput: a value is of a wrong type, a number is out of bounds, or a path is empty.
     """
 
     def __init_subclass__(cls) -> None:
@@ -151,7 +185,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for each in described(type(self)).values():
-            value = getattr(self, each.name)
+            value = each.plain(getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
             each.require(value)
             if isinstance(value, str) and not value and Path in each.kinds:
                 raise BadInput(f"{each.name} is '', which is no path: name a file or a folder")
@@ -193,6 +228,14 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
         return annotation, None
     kind, *marks = get_args(annotation)
     return kind, next((mark for mark in marks if isinstance(mark, Option)), None)
+
+
+def without_description(annotation: str) -> str:
+    """Return the type in an annotation's source text: of "Annotated[int, Option(...)]" it is "int"."""
+    match ast.parse(annotation, mode="eval").body:
+        case ast.Subscript(ast.Name("Annotated"), ast.Tuple([kind, *_])):
+            return ast.unparse(kind)
+    return annotation
 
 
 def part_of(options: Options, *parts: type[Options]) -> dict[str, Any]:

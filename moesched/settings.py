@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
 from moesched.errors import BadInput
@@ -104,6 +105,10 @@ def _converted(value: Any, hint: Any) -> Any:
         return str(value)
     if isinstance(value, str) and str not in get_args(hint):
         return parse_value(value)
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        return int(value)  # of numpy, perhaps
+    if not isinstance(value, int | float) and isinstance(value, Real):
+        return float(value)
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import isfinite
+from numbers import Integral, Real
 
 from moesched.errors import BadInput
 from moesched.system.plain_text import shown
@@ -23,15 +24,17 @@ _TIMES = {"s": 1, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _TIME = re.compile(_NUMBER + r"(s|ms|us|µs|ns)\s*")
 
 
-def parse_bytes(text: int | float | str) -> int:
+def parse_bytes(text: object) -> int:
     """Return the number of bytes in a number, or in a text such as "600MB" or "1.5 GiB".
 
     Raises:
         BadInput: the text is not a size.
     """
-    if isinstance(text, int | float):
-        return _limited(text, text)
-    match = _SIZE.fullmatch(text)
+    if isinstance(text, Integral):  # also numpy's
+        return _limited(int(text), text)
+    if isinstance(text, Real):
+        return _limited(float(text), text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _UNITS:
         raise BadInput(
             f"{shown(text)} is not a size in bytes: write a number and a unit, such as 600MB or 1.5GiB"
@@ -78,7 +81,7 @@ def _positive(rate: float, text: str, what: str, example: str) -> float:
     return float(rate)
 
 
-def _limited(nbytes: float, text: int | float | str) -> int:
+def _limited(nbytes: float, text: object) -> int:
     if not abs(nbytes) <= MOST_BYTES:
         raise BadInput(f"{shown(text)} is not a size in bytes: the largest is {MOST_BYTES // 10**15} PB")
     return int(nbytes)

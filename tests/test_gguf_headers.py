@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "a size that is text": (
         key("llama.block_count", string("1")),
-        "llama: Expected `int`, got `str` - at `.*block_count",
+        "llama: Expected `int`, got '1' - at `.*block_count",
     ),
     "a missing size": (key("llama.block_count", None), "llama: .*missing required field `block_count`"),
     "no layers": (key("llama.block_count", number(0)), "layers is 0, but it must be positive"),

@@ -312,7 +312,7 @@ def locked() -> Any:
     [
         (Path, {}, "pathlib:Path is not a policy: it has no plan"),
         (3, {}, "builtins:int is not a policy: it has no plan"),
-        (None, {}, "builtins:NoneType is not a policy"),
+        (None, {}, "policy is None: omit it for 'auto'"),
         (locked(), {}, r"policy cgopipe cannot be copied .*'_thread.lock'.*: give a new"),
         (CGOPipe(), {"settings": {"kv_on_gpu": 1.0}}, "settings are given, and policy cgopipe is an object"),
         ("resident", {"routing": 3}, "routing is 3: give a name"),

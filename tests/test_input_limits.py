@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
+from msgspec import Meta
 
 from commands import SIMULATE, refused
 from moesched import plugins
@@ -20,10 +21,23 @@ from moesched.inputs.tokenizer import PIECE, Tokenizer
 from moesched.machines import load_machine
 from moesched.machines.toml_library import profile_text
 from moesched.requests.workloads import load_workload
+from moesched.system.cache import cache_folder
+from moesched.system.decoding import decode_json
 from moesched.system.plain_text import plain_text, shown
 from moesched.system.whole_file import write_json
 from moesched.units import parse_bytes
 from small_models import SMALL, byte_tokenizer
+
+
+class _Size(msgspec.Struct):
+    rows: Annotated[int, Meta(ge=1)]
+
+
+class _Described(msgspec.Struct):
+    sizes: list[_Size]
+    pair: tuple[int, int] = (0, 0)
+    named: dict[str, int] = {}
+
 
 MODULE = (sys.executable, "-m", "moesched")
 
@@ -230,6 +244,43 @@ def test_a_name_that_no_file_can_have_is_refused_in_one_line(
     refused(command(*arguments), "File name too long")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        "a number in a list of objects": (
+            '{"sizes": [{"rows": 0}]}',
+            "Expected `int` >= 1, got 0 - at `$.sizes[0].rows`",
+        ),
+        "a text in place of a list": ('{"sizes": "all"}', "Expected `array`, got 'all' - at `$.sizes`"),
+        "a whole file that is a list": ("[1, 2]", "Expected `object`, got [1, 2]"),
+        "a list that is too short": (
+            '{"sizes": [], "pair": [1]}',
+            "Expected `array` of length 2, got [1] - at `$.pair`",
+        ),
+        "a value under some key": (
+            '{"sizes": [], "named": {"a": "b"}}',
+            "Expected `int`, got `str` - at `$.named[...]`",
+        ),
+        "a key that is missing": ("{}", "Object missing required field `sizes`"),
+        "a wrong value before the file breaks off": (
+            '{"sizes": 3, ',
+            "Expected `array`, got `int` - at `$.sizes`",
+        ),
+    }.values(),
+)
+def test_a_value_of_a_wrong_type_is_shown_where_the_decoder_tells_its_place(text: str, said: str) -> None:
+    with pytest.raises(BadInput) as refusal:
+        decode_json(text.encode(), _Described, "the file", "mend it")
+    assert str(refusal.value) == f"the file: {said}; mend it"
+
+
+def test_a_long_value_of_a_wrong_type_is_shortened() -> None:
+    with pytest.raises(BadInput) as refusal:
+        decode_json(json.dumps({"sizes": [["word" * 30] * 30]}).encode(), _Described, "the file", "mend it")
+    assert "got ['wordword" in str(refusal.value)
+    assert len(str(refusal.value)) < 200
+
+
 @pytest.mark.parametrize("name", ["MOESCHED_CACHE", "XDG_CACHE_HOME"])
 def test_a_cache_that_no_folder_can_have_the_name_of_is_refused_in_one_line(
     command: Any, monkeypatch: pytest.MonkeyPatch, name: str
@@ -239,6 +290,18 @@ def test_a_cache_that_no_folder_can_have_the_name_of_is_refused_in_one_line(
     refused(
         command("simulate", "--help-me"), "cannot use the cache .*: File name too long: set MOESCHED_CACHE"
     )
+
+
+@pytest.mark.parametrize("given", ["cache", "./cache", ""])
+def test_a_relative_folder_of_xdg_is_ignored_and_the_cache_is_in_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
+    monkeypatch.delenv("MOESCHED_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert cache_folder() == tmp_path / ".cache" / "moesched"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert cache_folder() == tmp_path / "elsewhere" / "moesched"
 
 
 def test_a_file_may_have_the_longest_name_that_the_system_allows(tmp_path: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import MISSING
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cyclopts.exceptions import CoercionError, RepeatArgumentError
 
 import moesched
 from command_options import app, call, commands, options_of
+from doc_blocks import agrees
 from moesched.analysis.latency_table import latencies_of
 from moesched.analysis.options import LatencyOptions, RooflineOptions
 from moesched.cli.check import CheckArguments
@@ -31,8 +35,10 @@ from moesched.jobs.options import (
     SparsityOptions,
 )
 from moesched.jobs.served_options import ServedOptions
+from moesched.machines.toml_library import profile_text
 from moesched.options import Described, Option, Options, described, flags_given, part_of, split
 from moesched.requests.sampling import Sampling
+from moesched.runs.listeners import Listener
 
 FUNCTIONS: list[tuple[Callable[..., Any], type[Options]]] = [
     (moesched.Session.__init__, SessionOptions),
@@ -151,11 +157,123 @@ def test_a_number_out_of_bounds_is_refused_by_its_flag(options: type[Options], f
         ({"settings": "ahead=2"}, "settings is 'ahead=2': give a mapping of names to values, such as a dict"),
         ({"budgets": ["host"]}, "budgets is ['host']: give a mapping of names to values, such as a dict"),
         ({"trace": ""}, "trace is '', which is no path: name a file or a folder"),
+        ({"trace": True}, "trace is True: give Path | str | None"),
+        ({"model": None}, "model is None: give Path | str"),
+        ({"batch_size": [8]}, "--batch-size is [8], no whole number: give 1 to 65,536"),
+        ({"max_new_tokens": True}, "--max-new-tokens is True, no whole number: give 1 or more"),
+        ({"max_new_tokens": None}, "max_new_tokens is None: omit it for 64"),
+        ({"machine": None}, "machine is None: omit it for 'auto'"),
+        ({"sampling": {"temperature": 1}}, "sampling is {'temperature': 1}: give Sampling | None"),
+        ({"explained": "yes"}, "explained is 'yes': give bool"),
     ],
 )
 def test_a_value_of_another_type_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
     with pytest.raises(moesched.BadInput, match=f"^{re.escape(said)}$"):
-        moesched.run_model("nowhere", [[1]], **given)
+        moesched.run_model(**{"model": "nowhere", "prompts": [[1]]} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seed": "x"}, "--seed is 'x', no whole number: give one"),
+        ({"machine": 3}, "no machine 3: name a TOML file or one of a100-80g, …"),
+        ({"network": 3, "nodes": 2}, "no network 3: name a TOML file or one of 10gbe, infiniband, rocev2"),
+        ({"workload": 3}, "prompts are 3: give a list of texts, or of lists of token ids"),
+        (
+            {"workload": {"prompt": "a"}},
+            "prompts are {'prompt': 'a'}: give a list of texts, or of lists of token ids",
+        ),
+        (
+            {"budgets": {"gpu": None}},
+            "None is not a size in bytes: write a number and a unit, such as 600MB or 1.5GiB",
+        ),
+        (
+            {"listener": Listener},
+            "listener is <class …Listener'>: give an object of a class derived from moesched.Listener",
+        ),
+    ],
+)
+def test_a_simulation_refuses_a_value_of_another_type_in_one_line(given: dict[str, Any], said: str) -> None:
+    options: dict[str, Any] = {"machine": "t4", "policy": "layer_streaming", "workload": "mtbench"}
+    with pytest.raises(moesched.BadInput) as refusal:
+        moesched.simulate_model("mixtral-8x7b", **options | given)
+    assert agrees(said, str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "said"),
+    [
+        (moesched.given_lengths, (5, 2), "prompt_tokens is 5: give a list of whole numbers"),
+        (moesched.given_lengths, ([1.5], 2), "prompt_tokens is [1.5]: give a list of whole numbers"),
+        (moesched.given_lengths, ([5], "2"), "new_tokens is ['2']: give a list of whole numbers"),
+        (moesched.load_machine, (None,), "no machine None: name a TOML file or one of …"),
+        (moesched.read_trace, (None,), "the path of a trace is None: give a text or a Path"),
+        (moesched.check_trace, (3,), "the path of a trace is 3: give a text or a Path"),
+        (
+            moesched.compare_runs,
+            ([{"ttft": 3}] * 2,),
+            "the path of a run is {'ttft': 3}: give a text or a Path",
+        ),
+        (
+            moesched.read_routing_profile,
+            (b"a",),
+            "the path of a routing profile is b'a': give a text or a Path",
+        ),
+        (moesched.write_report, (None, None), "the path of a report is None: give a text or a Path"),
+        (moesched.load_workload, (["a"],), "no workload ['a']: name a TOML file or one of …"),
+    ],
+)
+def test_a_function_refuses_a_value_of_another_type_in_one_line(
+    function: Callable[..., Any], given: tuple[Any, ...], said: str
+) -> None:
+    with pytest.raises(moesched.BadInput) as refusal:
+        function(*given)
+    assert agrees(said, str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"workload": ["a"]}, "no workload ['a']: name a TOML file or one of …"),
+        ({"on_progress": True}, "on_progress is True: give Callable[[str], object] | None"),
+    ],
+)
+def test_the_planner_refuses_a_value_of_another_type_in_one_line(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(moesched.BadInput) as refusal:
+        moesched.plan_model("mixtral-8x7b", machine="t4", **given)
+    assert agrees(said, str(refusal.value))
+
+
+def test_numbers_of_numpy_and_paths_predict_the_same_as_pythons_own(tmp_path: Path) -> None:
+    machine: Any = tmp_path / "own.toml"
+    machine.write_bytes(profile_text("moesched.machines", "machine", "t4"))
+    lengths: Any = np.array([77, 88], "int16")
+    numpys: dict[str, Any] = {
+        "workload": moesched.given_lengths(lengths, 3),
+        "gen": np.int32(2),
+        "machine": machine,
+    }
+    numpys["budgets"] = {"gpu": np.int64(14_000_000_000)}
+    own: dict[str, Any] = {"workload": moesched.given_lengths([77, 88], 3), "gen": 2, "machine": "t4"}
+    own["budgets"] = {"gpu": 14_000_000_000}
+    numpys["settings"], own["settings"] = {"ahead": np.int64(1)}, {"ahead": 1}
+    reports = [moesched.simulate_model("mixtral-8x7b", policy="hybrimoe", **each) for each in (numpys, own)]
+    first, second = (each.as_dict() | {"wall_seconds": 0} for each in reports)
+    assert first == second
+
+
+def test_a_path_may_be_given_as_text_where_a_file_is_written(tmp_path: Path) -> None:
+    report = moesched.simulate_model(
+        "mixtral-8x7b",
+        machine="t4",
+        policy="layer_streaming",
+        workload="mtbench",
+        batch_size=8,
+        gen=2,
+        band=False,
+    )
+    moesched.write_report(str(tmp_path / "report.json"), report)
+    assert json.loads((tmp_path / "report.json").read_text())["policy"] == "layer_streaming"
 
 
 def test_an_empty_path_is_refused_by_every_option_that_takes_one() -> None:

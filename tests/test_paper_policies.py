@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import pytest
 
+import moesched
 from benchmarks.fidelity.papers import CASES, compared
 from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
 from moesched.machines import load_machine
@@ -210,6 +211,27 @@ def test_nothing_is_prefetched_whose_pages_would_hold_up_more_outputs_of_the_hos
     watch = simulated("hybrimoe", steps, {"experts": 4}, machine=machine)
     assert {place for step, _, place in places(watch) if step} == {"host"}
     assert watch.experts("fetch") == []
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "least", "most"), [(0.0, 0.99, 1.0), (0.4, 0.99, 1.0), (1.0, 1.05, 1.5)]
+)
+def test_previews_that_are_mostly_wrong_cost_next_to_nothing_and_right_ones_pay(
+    accuracy: float, least: float, most: float
+) -> None:
+    rates = [
+        moesched.simulate_model(
+            "mixtral-8x7b",
+            machine="l4",
+            policy="hybrimoe",
+            settings={"ahead": ahead},
+            workload=moesched.given_lengths([64], 9),
+            preview_accuracy=accuracy,
+            band=False,
+        ).decode_tokens_per_second
+        for ahead in (3, 0)
+    ]
+    assert least <= rates[0] / rates[1] <= most
 
 
 # -- MoE-Gen -------------------------------------------------------------------------------------------------------

@@ -66,6 +66,11 @@ def test_sizes_and_dtypes_of_the_cache_can_be_chosen(command: Any) -> None:
     assert report["split"]["micro_batch_size"] == 16
 
 
+def test_the_context_is_by_default_the_models_longest_where_that_is_less_than_512(no_text: Path) -> None:
+    assert moesched.roofline_of(no_text, "l4").context == 100
+    assert moesched.roofline_of("mixtral-8x7b", "l4").context == 512
+
+
 def test_too_small_a_micro_batch_is_said_to_be_never_worth_fetching_for(command: Any) -> None:
     said = command(*L4, "--micro-batch-size", 3)
     assert "With µ = 3 the experts are never faster on gpu than on host." in said.out

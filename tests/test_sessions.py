@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 import moesched
+from moesched.machines.local import assumed_machine
+from moesched.machines.toml_text import machine_toml
 from moesched.runs.listeners import Listener
 from moesched.seams import Device
 from moesched.tasks import Task
@@ -60,6 +62,17 @@ def test_a_session_gives_the_tokens_of_single_runs(model: Path, device: str, pol
         answers = [session.run(prompts, max_new_tokens=3).tokens for prompts in PROMPTS]
     single = [moesched.run_model(model, each, max_new_tokens=3, **options).tokens for each in PROMPTS]
     assert answers == single
+
+
+def test_a_session_finds_its_files_after_the_program_has_changed_to_another_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    Path("own.toml").write_text(machine_toml(assumed_machine()))
+    with moesched.Session(model.name, machine="own.toml") as session:
+        monkeypatch.chdir(tmp_path)
+        answers = session.run(["abc"], max_new_tokens=3).tokens
+    assert answers == moesched.run_model(model, ["abc"], policy="resident", max_new_tokens=3).tokens
 
 
 def test_the_planner_chooses_a_policy_that_fits_by_the_first_call_and_keeps_it(model: Path) -> None:

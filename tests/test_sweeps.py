@@ -37,7 +37,7 @@ def test_a_sweep_runs_each_point_once_and_goes_on_after_a_line_that_was_cut_off(
     policies = f"cgopipe,{FAULTY}:RaisesAtFour"
     wanted = (*SHORT[:-1], "1,4", "--policy", policies, "--out", out, "--json", "--workers", "2")
     said = command(*wanted, "--plot", picture, "--parquet", parquet)
-    assert (said.code, "a policy prints" in said.err) == (0, True)
+    assert (said.code, "a policy prints" in said.err) == (1, True)
     assert said.json["points"] == said.json["done"] == 4
     assert [each["case"] for each in said.json["best"]] == [{"batch_size": 1}, {"batch_size": 4}]
     assert said.json["best"][1]["policy"] == "cgopipe"
@@ -53,7 +53,7 @@ def test_a_sweep_runs_each_point_once_and_goes_on_after_a_line_that_was_cut_off(
     out.write_bytes(out.read_bytes()[:-100])
     again = command(*wanted[:-3])
     assert "4 of 4 points done, 3 of them from earlier" in again.out
-    assert "1 points failed" in again.out
+    assert (again.code, "1 points failed" in again.out) == (1, True)
     assert lines_in(out) == lines
 
 
@@ -114,6 +114,20 @@ def test_a_sweep_whose_points_all_fail_tells_the_first_reason_and_ends_early(
     assert f"all {TRIED_FIRST} points that ran failed: the sweep ended early" in said.err
     tried = [line["inputs"]["batch_size"] for line in lines_in(tmp_path / "x.jsonl")]
     assert len(tried) == TRIED_FIRST and max(tried) > 40, "points from all parts"
+
+
+@pytest.mark.parametrize(
+    ("policies", "code"), [("layer_streaming", 0), ("layer_streaming,resident", 1), ("all", 0)]
+)
+def test_a_sweep_fails_at_its_end_if_a_policy_that_was_named_failed(
+    command: Any, tmp_path: Path, policies: str, code: int
+) -> None:
+    said = command(
+        *SHORT, "--policy", policies, "--budget", "gpu=700MB", "--out", tmp_path / "x.jsonl", "--workers", "1"
+    )
+    assert said.code == code
+    assert ("resident on t4: policy Resident does not fit" in said.out) == (policies != "layer_streaming")
+    assert said.out.startswith("best policy")
 
 
 def test_an_input_whose_name_is_no_text_is_refused(command: Any) -> None:

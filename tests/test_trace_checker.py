@@ -119,7 +119,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
     "no decimals": (change(3, dur=msgspec.Raw(b"12")), "dur: time 12 has not exactly three decimals"),
     "a float": (change(3, ts=msgspec.Raw(b"1.5e3")), "time 1.5e3 has not"),
     "no time": (change_first("s", ts=None), "time missing has not"),
-    "a text as pid": (change(3, pid="2"), "is not a trace of moesched: Expected `int`, got `str`"),
+    "a text as pid": (change(3, pid="2"), "is not a trace of moesched: Expected `int`, got '2'"),
     "a nameless process": (change_first("M", "process_name", name="other"), "process 1 has no process_name"),
     "a nameless track": (change_first("M", "thread_name", tid=99), "track 1 of process 1 has no thread_name"),
     "a track without a place": (

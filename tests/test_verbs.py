@@ -74,6 +74,13 @@ def test_the_symbolic_device_names_a_verb_without_an_entry() -> None:
 class CountsWithNumpy(Everything):
     """Takes its numbers from arrays."""
 
+    def plan(self, plan: Plan) -> None:
+        super().plan(plan)
+        numbers: Any = np.array([2, 3])
+        plan.limit_in_flight(numbers[0])
+        plan.task_limit = np.array([plan.task_limit])[0]
+        plan.pool("accelerator", "spare", numbers[1], plan.layout.layer(0)[:1])
+
     async def prefill(self, step: Any) -> None:
         for j in np.array(step.micro_batches):
             step.embed(j)

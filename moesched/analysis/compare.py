@@ -13,6 +13,7 @@ from moesched.analysis.comparison import Comparison, Row, Title
 from moesched.analysis.difference import Difference, explain_difference
 from moesched.errors import BadInput
 from moesched.system.cells import counted_in_cell
+from moesched.system.input_file import given_path
 from moesched.system.outputs import Output, require_outputs
 from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import plain_text
@@ -42,7 +43,7 @@ def compare_runs(
     """
     if isinstance(sources, ComparedRun | Path | str):
         sources = [sources]
-    files = [source for source in sources if not isinstance(source, ComparedRun)]
+    files = [given_path(source, "a run") for source in sources if not isinstance(source, ComparedRun)]
     require_outputs(Output("trace", trace), inputs=files)
     runs = read_runs(sources, replayed=replayed)
     if trace is not None:

@@ -12,6 +12,7 @@ import msgspec
 from moesched.analysis.replayed_run import replay_recording
 from moesched.errors import BadInput
 from moesched.system.decoding import decode_json
+from moesched.system.input_file import given_path
 from moesched.system.plain_text import plain_text
 from moesched.tasks import Phase
 from moesched.trace.chrome_reader import MOST_BYTES, Trace, read_bytes, read_trace
@@ -66,7 +67,7 @@ def read_run(path: Path | str) -> ComparedRun:
     Raises:
         BadInput: the file is neither a trace nor a report.
     """
-    path = Path(path)
+    path = given_path(path, "a run")
     data = read_bytes(path, REMEDY)
     where = f"{path} is not a JSON object"
     content = decode_json(data, dict[str, msgspec.Raw], where, REMEDY, most=MOST_BYTES)

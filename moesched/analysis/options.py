@@ -33,7 +33,15 @@ class RooflineOptions(ShapeOnMachine):
             flag="--kv-dtype",
         ),
     ] = ()
-    context: Annotated[int, Option("Tokens in the KV cache of each request.", "N", group=SIZES, ge=1)] = 512
+    context: Annotated[
+        int | None,
+        Option(
+            "Tokens in the KV cache of each request. By default 512, or the model's longest context if that is less.",
+            "N",
+            group=SIZES,
+            ge=1,
+        ),
+    ] = None
     batch_size: Annotated[
         int | None,
         Option("Requests in a batch. By default 32, 512 and 4096.", "N", group=SIZES, ge=1, le=LARGEST_BATCH),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesched.errors import BadInput
+from moesched.system.input_file import given_path
 from moesched.system.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def draw_picture(draw: Callable[[], Figure], path: Path | str, option: str = "--
     Raises:
         BadInput: as `require_picture`, or the file cannot be written.
     """
-    path = Path(path)
+    path = given_path(path, "a picture")
     require_picture(path, option)
     with drawing():
         write_picture(draw(), path)

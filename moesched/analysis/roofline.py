@@ -17,6 +17,7 @@ from moesched.models.operations import Operations
 
 BATCH_SIZES = (32, 512, 4096)
 SECOND_KV_DTYPE = "int4"
+CONTEXT = 512
 
 
 class Computation(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,8 @@ def roofline_of(given: RooflineOptions) -> RooflineReport:
     """
     config = find_shape(given.model)
     described = find_machine(given.machine)
-    context, micro_batch_size = given.context, given.micro_batch_size
+    context = given.context or min(CONTEXT, config.max_positions)
+    micro_batch_size = given.micro_batch_size
     batch_sizes = BATCH_SIZES if given.batch_size is None else (given.batch_size,)
     kv_dtypes = tuple(dict.fromkeys(given.kv_dtypes or (config.dtype, SECOND_KV_DTYPE)))
     _check(config, kv_dtypes, context)

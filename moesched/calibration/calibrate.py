@@ -59,7 +59,7 @@ PROBE = "moesched.devices.torch.probe:TorchProbe"
 
 @interruptible()
 def calibrate_machine(
-    out: Path | None = None, progress: Progress | None = None, *, thorough: bool = False
+    out: Path | str | None = None, progress: Progress | None = None, *, thorough: bool = False
 ) -> Machine:
     """Measure this machine and write its machine file. A calibration that is cut short leaves the old file.
 
@@ -72,7 +72,8 @@ def calibrate_machine(
     Raises:
         BadInput: the machine file cannot be written, or the disk has no room for the scratch file of timed reads.
     """
-    return calibrate_into(out, THOROUGH if thorough else QUICK, progress or counted_in_cell("calibrating"))
+    file = None if out is None else Path(out)
+    return calibrate_into(file, THOROUGH if thorough else QUICK, progress or counted_in_cell("calibrating"))
 
 
 def calibrate_into(file: Path | None, extent: CalibrationExtent, progress: Progress | None = None) -> Machine:

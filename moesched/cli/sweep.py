@@ -78,7 +78,8 @@ def sweep(
 
     Each point is written as a line of --out as soon as it is done. The same command again runs only points that are
     missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails
-    keeps its reason as `failure`, and the sweep goes on.
+    keeps its reason as `failure`, and the sweep goes on; the exit code is then 1 at the end, except for policies that
+    only --policy all names.
     """
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep
@@ -200,7 +201,9 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
         tell(
             f"all {len(result.failures)} points that ran failed: the sweep ended early; the same command goes on"
         )
-    return FAILED if len(result.failures) == len(result.lines) else 0
+    named = prepared.sweep.axes["policy"]  # "all" also stands for policies that cannot run there
+    failed = any(line.inputs["policy"] in named for line in result.failures)
+    return FAILED if failed or len(result.failures) == len(result.lines) else 0
 
 
 def _reason(line: Line) -> str:

@@ -33,7 +33,7 @@ from moesched.cluster.curve.keys import key_problem
 from moesched.cluster.endpoints import is_ipv6, plain_address
 from moesched.errors import BadInput
 from moesched.machines.toml_text import inline
-from moesched.system.decoding import decode_toml
+from moesched.system.decoding import decode_toml, fault
 from moesched.system.input_file import read_input
 from moesched.system.plain_text import shown
 from moesched.units import parse_bytes
@@ -145,8 +145,8 @@ def parse_cluster(text: bytes, where: str) -> Cluster:
     try:
         cluster = msgspec.convert(raw, Cluster)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        at = path.rstrip("`").lstrip(".")
+        message, path = fault(error, raw)
+        at = path.lstrip(".")
         raise BadInput(
             f"{where}: {at}: {message}" if at else f"{where}: not a cluster file: {message}"
         ) from None

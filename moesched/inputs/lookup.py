@@ -8,9 +8,9 @@ from pathlib import Path
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.inputs.defaults import NEW_TOKENS
-from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts
+from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts, require_prompts
 from moesched.inputs.tokenizer import find_tokenizer
-from moesched.machines import Machine, load_machine
+from moesched.machines import Machine, load_machine, machine_names
 from moesched.machines.changes import changed
 from moesched.machines.local import calibrated_file, local_machine, require_measured_on, this_processor
 from moesched.models.checkpoint import open_checkpoint
@@ -21,7 +21,7 @@ from moesched.models.shapes import SHAPES
 from moesched.models.shards import is_complete
 from moesched.requests.workloads import Workload, given_lengths, load_workload
 from moesched.seams import ChecksMachine, DescribesMachine, Device, Emulates, IsCalibrated, Policy
-from moesched.system.input_file import is_folder
+from moesched.system.input_file import absolute_path, is_folder
 from moesched.system.near_names import with_nearest
 
 
@@ -90,6 +90,13 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
     return changed(find_machine(machine), [f"{what}={value}" for what, value in (changes or {}).items()])
 
 
+def absolute_machine(machine: Machine | str) -> Machine | str:
+    """Return a machine as given, a file with its absolute path, so that it is found after a change of folder."""
+    if not isinstance(machine, str) or machine in ("", "auto", *machine_names()):
+        return machine
+    return str(absolute_path(Path(machine)))
+
+
 def machine_file(machine: Machine | str) -> Path | None:
     """Return the path of the file that describes a machine; None without one, as for a `Machine`.
 
@@ -125,6 +132,7 @@ def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: M
         if not workload.endswith(".jsonl"):
             return load_workload(workload)
         workload = read_prompts(Path(workload))
+    require_prompts(workload)
     has_files = str(model) not in SHAPES
     if not has_files and any(isinstance(prompt, str) for prompt in workload):
         raise BadInput(

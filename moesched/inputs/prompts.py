@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from numbers import Integral
 from pathlib import Path
 
@@ -126,16 +126,23 @@ def encode_prompts(
         BadInput: there are no prompts, or one is neither text nor ids, is empty, has an id outside the vocabulary,
             leaves no room for `new_tokens` in the model's context, or is text without a tokenizer to read it.
     """
-    if isinstance(prompts, str):
-        raise BadInput(f"prompts are {shown(prompts)}, one text: give a list of texts, [{shown(prompts)}]")
-    if len(prompts) == 0:
-        raise BadInput("no prompts were given: give at least one")
+    require_prompts(prompts)
     encoded = []
     for number, prompt in enumerate(prompts):
         ids = _encode(number, prompt, tokenizer, config.max_positions - new_tokens)
         _check(number, ids, config, new_tokens)
         encoded.append(ids)
     return encoded
+
+
+def require_prompts(prompts: object) -> None:
+    """Raise BadInput for prompts that are no list, or an empty one."""
+    if isinstance(prompts, str):
+        raise BadInput(f"prompts are {shown(prompts)}, one text: give a list of texts, [{shown(prompts)}]")
+    if not isinstance(prompts, Sized) or isinstance(prompts, bytes | Mapping | Set):
+        raise BadInput(f"prompts are {shown(prompts)}: give a list of texts, or of lists of token ids")
+    if len(prompts) == 0:
+        raise BadInput("no prompts were given: give at least one")
 
 
 def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None, most: int) -> list[int]:

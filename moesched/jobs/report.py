@@ -30,6 +30,7 @@ from moesched.seams import Dilations, EmulatedLane, Emulation
 from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
 from moesched.system.cores import CorePlan
+from moesched.system.input_file import given_path
 from moesched.system.whole_file import write_json
 from moesched.trace.summary import KindUse
 from moesched.units import format_token_rate
@@ -216,13 +217,13 @@ def _doubt(change: str, plan: Plan, failure: str | None) -> str:
     return f"{change}: {tokens} may be wrong{other}; restore it, or wait until it is complete, and run again"
 
 
-def write_report(path: Path, report: JobReport) -> None:
+def write_report(path: Path | str, report: JobReport) -> None:
     """Write a report as JSON.
 
     Raises:
         BadInput: the file cannot be written; no partial file is left.
     """
-    write_json(path, "report", report.as_dict())
+    write_json(given_path(path, "a report"), "report", report.as_dict())
 
 
 def require_complete(report: JobReport) -> None:

@@ -72,4 +72,4 @@ def with_network(machine: Machine, nodes: int | None, network: Network | str | N
         return machine
     if nodes is None:
         raise BadInput("--network joins several nodes: say how many with --nodes")
-    return replace(machine, network=load_network(network) if isinstance(network, str) else network)
+    return replace(machine, network=network if isinstance(network, Network) else load_network(network))

@@ -6,11 +6,12 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import BadInput
-from moesched.inputs.lookup import find_machine
+from moesched.inputs.lookup import absolute_machine, find_machine
 from moesched.inputs.prompts import encode_prompts
 from moesched.inputs.tokenizer import open_model
 from moesched.jobs.call import Call
@@ -28,6 +29,7 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import Listener
 from moesched.runs.ranks import Devices, open_devices
+from moesched.system.input_file import absolute_path
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
 from moesched.system.own_loop import interruptible
 
@@ -46,8 +48,9 @@ class Session:
         Raises:
             BadInput: the files are no model's.
         """
-        self._given = given
-        self._checkpoint, self._tokenizer = open_model(Path(given.model))
+        model = absolute_path(Path(given.model))  # calls may come from another folder
+        self._given = replace(given, model=model, machine=absolute_machine(given.machine))
+        self._checkpoint, self._tokenizer = open_model(model)
         self._opened: _Opened | None = None
         self._resources = ExitStack()
         self._release = weakref.finalize(self, self._resources.close)  # also at the program's end

@@ -37,7 +37,7 @@ def load_machine(name_or_file: str) -> Machine:
     try:
         text = profile_text("moesched.machines", "machine", name_or_file)
     except BadInput:
-        option = option_of_part(name_or_file)
+        option = option_of_part(name_or_file) if isinstance(name_or_file, str) else None
         if option is None or Path(name_or_file).suffix or name_or_file.strip(" ,").lower() in machine_names():
             raise
         remedy = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib import resources
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,9 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from moesched.errors import BadInput
-from moesched.system.decoding import decode_toml
+from moesched.system.decoding import decode_toml, fault
 from moesched.system.input_file import read_input
 from moesched.system.near_names import with_nearest
+from moesched.system.plain_text import shown
 
 T = TypeVar("T")
 
@@ -55,6 +57,9 @@ def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
         BadInput: there is no such profile or file, or the file cannot be read.
     """
     names = profile_names(package)
+    if not isinstance(name_or_file, str | PathLike):
+        raise BadInput(f"no {kind} {shown(name_or_file)}: name a TOML file or one of {', '.join(names)}")
+    name_or_file = fspath(name_or_file)
     if name_or_file in names:
         return (resources.files(package) / f"{name_or_file}.toml").read_bytes()
     try:
@@ -93,10 +98,10 @@ def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
+        message, path = fault(error, raw)
         unknown = _UNKNOWN.fullmatch(message)
         if unknown and not path and issubclass(kind, msgspec.Struct):
             keys = [each.encode_name for each in msgspec.structs.fields(kind)]
             message += ": " + with_nearest(unknown[1], keys, f"keys are {', '.join(keys)}")
-        at = (key + path.rstrip("`")).lstrip(".")
+        at = (key + path).lstrip(".")
         raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None

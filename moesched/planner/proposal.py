@@ -19,7 +19,7 @@ from moesched.planner.ranking import Ranked
 from moesched.planner.resources import Gain
 from moesched.planner.search_policies import BestPlan, plan_best
 from moesched.planner.uncertainty import Figures
-from moesched.requests.workloads import load_workload
+from moesched.requests.workloads import Workload, load_workload
 from moesched.system.cells import named_in_cell
 from moesched.system.own_loop import interruptible
 from moesched.units import format_number, format_token_rate
@@ -147,7 +147,7 @@ def plan_model(given: PlanOptions) -> Proposal:
         here=given.machine == MACHINE,
     )
     shares, process = within_process(shares, described, assumed_process(described), config.ranks)
-    chosen = load_workload(given.workload) if isinstance(given.workload, str) else given.workload
+    chosen = given.workload if isinstance(given.workload, Workload) else load_workload(given.workload)
     new_tokens = chosen.new_tokens[0] if given.gen is None else given.gen
     require_objective(objective, new_tokens)
     layout = weight_layout(config, dtype_for(config.dtype, given.dtype, described))

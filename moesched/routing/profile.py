@@ -23,7 +23,7 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_EXPERTS
-from moesched.system.input_file import read_input
+from moesched.system.input_file import given_path, read_input
 from moesched.system.plain_text import shown
 from moesched.system.whole_file import whole_file
 
@@ -94,7 +94,7 @@ def read_routing_profile(path: Path | str, config: ModelConfig | None = None) ->
         BadInput: the file cannot be read, a line is invalid (the message names it), rows are missing, or the shape of
             the model differs.
     """
-    path = Path(path)
+    path = given_path(path, "a routing profile")
     data = read_input(path, "routing profile", MOST_BYTES, remedy="name a CSV file")
     return parse_profile(path, data, config)
 

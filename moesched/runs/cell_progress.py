@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moesched.errors import BadInput
 from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
 from moesched.system.cells import CellLine, in_a_notebook
+from moesched.system.plain_text import shown
 from moesched.tasks import Task
 
 if TYPE_CHECKING:
@@ -19,8 +21,12 @@ def listener_or_cell(given: Listener | None, *, patience: float = 0.0) -> Listen
 
     patience: seconds before the cell shows anything.
     """
-    if given is not None:
+    if isinstance(given, Listener):
         return given
+    if given is not None:
+        raise BadInput(
+            f"listener is {shown(given)}: give an object of a class derived from moesched.Listener"
+        )
     return CellProgress(patience) if in_a_notebook() else Listener()
 
 

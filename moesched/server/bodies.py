@@ -12,7 +12,7 @@ from starlette.requests import Request
 from moesched.errors import BadInput
 from moesched.server.errors import ApiError, ClientLeft, bad_request
 from moesched.server.fields import CHOICES, HARMLESS, NEUTRAL, Generated
-from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
+from moesched.system.decoding import DECODE_ERRORS, decode_json, reason, value_at
 from moesched.system.near_names import nearest_of
 from moesched.system.plain_text import shown
 
@@ -120,6 +120,7 @@ def _of_wrong_type(message: str, fields: Mapping[str, Any], model: str) -> ApiEr
         remedy = f"ask for {model}" if path == "model" else "give it"
         return bad_request(f"{path} is missing: {remedy}", path, "missing_required_parameter")
     if fault.startswith("Invalid enum value"):
-        fault += f": give {' or '.join(CHOICES[path.rpartition('.')[2]])}"
-    where = f"{path} is {shown(fields[path])}" if path in fields else path
+        fault = f"give {' or '.join(CHOICES[path.rpartition('.')[2]])}"
+    value = value_at(path, fields) if path else ""
+    where = f"{path} is {value}" if value else path
     return bad_request(f"{where}: {fault[:1].lower()}{fault[1:]}", path or None, "invalid_value")

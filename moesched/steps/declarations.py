@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 from typing import get_args
 
 from moesched.errors import PolicyError
@@ -13,18 +14,24 @@ from moesched.steps.reservations import Declared, NodeShare
 from moesched.tasks import Discipline
 
 
-def require_whole(verb: str, number: object, least: int | None = None) -> None:
-    """Raise PolicyError unless a declared number is an integer, and at least `least` if that is not None.
+def require_whole(verb: str, number: object, least: int | None = None) -> int:
+    """Return a declared number, which may be numpy's, as an int.
 
-    verb: the declaring method's name, for the message.
+    Args:
+        verb: the declaring method's name, for the message.
+        least: the smallest number that can be declared; None for any.
+
+    Raises:
+        PolicyError: it is no whole number, or less than `least`.
     """
-    if not isinstance(number, int) or (least is not None and number < least):
+    if not isinstance(number, Integral) or (least is not None and number < least):
         limit = "" if least is None else f", {least} or more"
         raise PolicyError(f"{verb}: {number!r} is no whole number{limit}: give one, as by int(...) or //")
+    return int(number)
 
 
-def require_slots(name: str, slots: int, filled: int, replacement: object) -> None:
-    """Check the number of slots of a declared pool, and the name of its replacement rule.
+def require_slots(name: str, slots: object, filled: int, replacement: object) -> int:
+    """Return the number of slots of a declared pool as an int; check it, and the name of the replacement rule.
 
     Args:
         name: the pool's name, for messages.
@@ -35,8 +42,9 @@ def require_slots(name: str, slots: int, filled: int, replacement: object) -> No
     Raises:
         PolicyError: `slots` is no number, or too few for the pages that fill the pool; or there is no such rule.
     """
-    if not isinstance(slots, int) or slots < 0:
+    if not isinstance(slots, Integral) or slots < 0:
         raise PolicyError(f"pool: {name} has {slots!r} slots: give a whole number, as by int(...) or //")
+    slots = int(slots)
     if filled > slots:
         raise PolicyError(
             f"pool: {name} has {slots} slots, and {filled} pages fill it: give as many slots, or fewer pages"
@@ -44,6 +52,7 @@ def require_slots(name: str, slots: int, filled: int, replacement: object) -> No
     if isinstance(replacement, str) and replacement not in get_args(Replacement):
         known = ", ".join(map(repr, get_args(Replacement)))
         raise PolicyError(f"pool: replacement is {replacement!r}: give one of {known}, or an eviction rule")
+    return slots
 
 
 class Declarations(ReadOnly):
@@ -89,8 +98,7 @@ class Declarations(ReadOnly):
 
     @task_limit.setter
     def task_limit(self, limit: int) -> None:
-        if not isinstance(limit, int) or limit < 1:
-            raise PolicyError(f"task_limit is {limit!r}: assign a whole number, 1 or more")
+        limit = require_whole("task_limit", limit, least=1)
         self._declare("task_limit", replace(self._declared, task_limit=limit))
 
     def request_scores(self) -> None:

@@ -66,7 +66,7 @@ class Plan(PlanFacts):
         Raises:
             PolicyError: `micro_batches` is no integer, or another limit was declared.
         """
-        require_whole("limit_in_flight", micro_batches)
+        micro_batches = require_whole("limit_in_flight", micro_batches)
         every, before = len(self.chunks), self.declared.in_flight
         limit = min(every, max(1, micro_batches))
         if before not in (every, limit):
@@ -118,7 +118,7 @@ class Plan(PlanFacts):
         Raises:
             PolicyError: `slots` is no integer, or below 0; or another number was declared.
         """
-        require_whole("reserve_kv_buffers", slots, least=0)
+        slots = require_whole("reserve_kv_buffers", slots, least=0)
         before = self.declared.kv_buffers
         if before not in (0, slots):
             raise PolicyError(
@@ -213,7 +213,7 @@ class Plan(PlanFacts):
         self._declare("pool", self.declared)
         pages, filled = require_list("pool", pages), require_list("pool", filled)
         require_pages("pool", (*pages, *filled), self.layout)
-        require_slots(name, slots, len(filled), replacement)
+        slots = require_slots(name, slots, len(filled), replacement)
         memory = self._memory_for("pool", pages, role)
         size = max((self.slot_bytes(page) for page in pages), default=0)
         what, nbytes, parts = claim_of_slots(name, slots, size)

@@ -26,4 +26,5 @@ def cache_folder() -> Path:
 
 
 def _users_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return folder if folder.is_absolute() else Path.home() / ".cache"  # as XDG's specification has it

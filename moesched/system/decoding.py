@@ -19,6 +19,13 @@ _LONG_KEY = re.compile(rb"(?<![\w-])(?:%b[ \t]*+\.[ \t]*+){%d}" % (_PART, MOST_P
 
 _TWICE = re.compile(r"Cannot (?:overwrite|declare|mutate)\b.*\(at (?:line (\d+)|end of document)")
 
+_EXPECTED = re.compile(r"(Expected `[^,]*)(?:, got `\w+`|, got \d+)?")
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]*)\]")
+_LONGEST = 100
+"""Most characters of a value in a message."""
+_MOST_AGAIN = 1_000_000
+"""Most bytes of JSON that is decoded again, without a type, to show the value at fault."""
+
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 """Errors that msgspec raises, where ValueError also covers bytes that are not UTF-8 and integers of 4,300 digits."""
 
@@ -52,7 +59,15 @@ def decode_json(
     try:
         return msgspec.json.decode(text, type=kind)
     except DECODE_ERRORS as error:
-        raise BadInput(f"{where}: {reason(error)}; {remedy}") from error
+        raise BadInput(f"{where}: {reason(error, _untyped(text))}; {remedy}") from error
+
+
+def _untyped(text: bytes) -> Any:
+    """Decode JSON to lists, mappings and scalars; None if it is malformed, or large."""
+    try:
+        return msgspec.json.decode(text) if len(text) <= _MOST_AGAIN else None
+    except DECODE_ERRORS:
+        return None
 
 
 def require_few_values(text: bytes, most: int, where: str, remedy: str) -> None:
@@ -119,16 +134,50 @@ def convert_value(raw: object, kind: type[T], where: str, remedy: str) -> T:
     try:
         return msgspec.convert(raw, kind)
     except DECODE_ERRORS as error:
-        raise BadInput(f"{where}: {reason(error)}; {remedy}") from error
+        raise BadInput(f"{where}: {reason(error, raw)}; {remedy}") from error
 
 
-def reason(error: BaseException) -> str:
-    """Return a decoder's error message, in simpler words for some errors."""
+def reason(error: BaseException, raw: object = None) -> str:
+    """Return a decoder's error message, in simpler words for some errors.
+
+    Args:
+        raw: the decoded lists, mappings and scalars, for the value at fault; None if they are unknown.
+    """
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     if "integer string conversion" in str(error):
         return "it has a number of thousands of digits"
-    return str(error)
+    message, path = fault(error, raw)
+    return f"{message} - at `${path}`" if path else message
+
+
+def fault(error: BaseException, raw: object) -> tuple[str, str]:
+    """Return a decoder's error message with the value at fault, and the path to that value, such as `.a[0].b`.
+
+    Args:
+        raw: the decoded lists, mappings and scalars; None if they are unknown.
+    """
+    message, _, path = str(error).partition(" - at `$")
+    path = path.removesuffix("`")
+    expected, value = _EXPECTED.fullmatch(message), value_at(path, raw)
+    return f"{expected[1]}, got {value}" if expected and value else message, path
+
+
+def value_at(path: str, raw: Any) -> str:
+    """Return the value at a path that `fault` returned, shortened; empty if the path does not lead to one value.
+
+    Args:
+        raw: the decoded lists, mappings and scalars; None if they are unknown.
+    """
+    if raw is None:
+        return ""
+    try:
+        for name, index in _STEP.findall(path):
+            raw = raw[name] if name else raw[int(index)]
+    except (LookupError, TypeError, ValueError):  # within a mapping, whose keys msgspec does not tell
+        return ""
+    text = shown(raw)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def _require_64_bits(value: object) -> None:

@@ -11,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 from moesched.errors import BadInput
+from moesched.system.plain_text import shown
 
 WRITER_MILLISECONDS = 500
 """Milliseconds in which some process has to begin to write to a pipe."""
@@ -47,6 +48,25 @@ def read_input(path: Path, what: str, most: int, *, remedy: str = "check its pat
             f"{what} {path} has more than {most:,} bytes, which no real one has; name another file"
         )
     return b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
+
+
+def given_path(value: object, what: str) -> Path:
+    """Return the path that a Python caller gives as a text or as a `Path`.
+
+    Args:
+        what: the thing whose path it is, for the message.
+
+    Raises:
+        BadInput: it is no path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise BadInput(f"the path of {what} is {shown(value)}: give a text or a Path")
+    return Path(value)
+
+
+def absolute_path(path: Path) -> Path:
+    """Return the absolute path of a file or folder; a path where nothing is stays as it is, for messages."""
+    return path.absolute() if exists(path) else path
 
 
 @contextmanager

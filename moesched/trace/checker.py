@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.system.input_file import given_path
 from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import shown
 from moesched.trace.chrome_reader import (
@@ -63,7 +64,7 @@ def check_trace(path: Path | str) -> list[str]:
 
     The first few violations of each rule are listed and the others counted.
     """
-    path = Path(path)
+    path = given_path(path, "a trace")
     try:
         file = decode_trace(read_bytes(path), path)
     except BadInput as error:

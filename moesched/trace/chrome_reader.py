@@ -15,7 +15,7 @@ from moesched.errors import BadInput
 from moesched.steps.pool_counts import Counted
 from moesched.system.cells import html_of
 from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
-from moesched.system.input_file import read_input
+from moesched.system.input_file import given_path, read_input
 from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import shown
 from moesched.trace.chrome_writer import (
@@ -211,7 +211,7 @@ def read_trace(path: Path | str) -> Trace:
     Raises:
         BadInput: the file cannot be read, was not written by moesched, or is damaged.
     """
-    path = Path(path)
+    path = given_path(path, "a trace")
     file = decode_trace(read_bytes(path), path)
     if file.other_data.format == SIDE_BY_SIDE:
         raise BadInput(f"{path} shows several runs side by side: name the trace of one of them")

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Annotated
+from numbers import Integral
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from moesched.errors import BadInput
 from moesched.machines.toml_library import decode_profile, profile_names, profile_text
+from moesched.system.decoding import reason
 from moesched.system.plain_text import shown
 
 MOST_DISTINCT = 10_000
@@ -104,7 +106,22 @@ def spread(prompts: PromptLengths) -> tuple[int, ...]:
 
 def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
     """Create a workload of prompts with these lengths in tokens, in this order, each with `new_tokens` to generate."""
-    return Workload(name="given lengths", new_tokens=(new_tokens,), prompt_tokens=tuple(prompt_tokens))
+    return Workload(
+        name="given lengths",
+        new_tokens=_whole("new_tokens", [new_tokens]),
+        prompt_tokens=_whole("prompt_tokens", prompt_tokens),
+    )
+
+
+def _whole(name: str, numbers: object) -> tuple[int, ...]:
+    """Return whole numbers, also numpy's, as Python's own.
+
+    name: the numbers' name in the error.
+    """
+    listed: list[Any] = list(numbers) if isinstance(numbers, Iterable) else [None]
+    if not all(isinstance(each, Integral) for each in listed):
+        raise BadInput(f"{name} is {shown(numbers)}: give a list of whole numbers")
+    return tuple(map(int, listed))
 
 
 def workload_names() -> list[str]:
@@ -128,7 +145,7 @@ def _parse(text: bytes, where: str) -> Workload:
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
     except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: not a workload: {error}") from None
+        raise BadInput(f"{where}: not a workload: {reason(error, decoded)}") from None
 
 
 def _check(name: str, prompts: PromptLengths) -> None:
