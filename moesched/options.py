@@ -148,7 +148,7 @@ class Described(NamedTuple):
         for number in [value] if is_number or not isinstance(value, tuple | list) else value:
             if isinstance(number, bool) or not issubclass(type(number), needed):
                 said = f"{shown(number)}, no {words}"
-            elif not self.option.admits(number):
+            elif self.option.is_bounded and not self.option.admits(number):
                 said = f"{number:,}"
             else:
                 continue
