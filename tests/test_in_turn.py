@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.fidelity import fidelity
 from benchmarks.fidelity._fidelity_tables import claims, tables
-from benchmarks.shared.in_turn import InTurn, Run, Taken, taken_of
+from benchmarks.shared.in_turn import Calibration, InTurn, Run, Taken, steadiest, taken_of
 from benchmarks.shared.memory_rate import at_one_rate
+from moesched.machines import load_machine
 
 FAST, SLOW = 75.0, 48.0
 
@@ -131,3 +132,23 @@ def test_a_result_without_rates_of_memory_says_that_none_were_recorded() -> None
     result = {"settings": {"disk-q8_0": {"policies": [policy]}}}
     assert [each.figure for each in claims(result)][1:] == ["1 of 1"]
     assert "| +10.0 % | not recorded |  |" in tables(result)["coded"]
+
+
+@pytest.mark.parametrize(
+    ("calibrations", "made", "kept"),
+    [
+        ([[]], 1, 0),
+        ([[FAST, FAST, FAST, FAST, SLOW]], 1, 0),
+        ([[FAST, SLOW], [SLOW, SLOW]], 2, 1),
+        ([[FAST, SLOW], [FAST, SLOW, SLOW], [FAST, SLOW]], 3, 1),
+    ],
+)
+def test_a_calibration_during_which_memory_changed_its_rate_is_made_again(
+    calibrations: list[list[float]], made: int, kept: int
+) -> None:
+    machine = load_machine("t4")
+    all_of_them = [Calibration(machine, rates) for rates in calibrations]
+    left = iter(all_of_them)
+    chosen = steadiest(lambda: next(left), lambda: next(left))
+    assert chosen is all_of_them[kept]
+    assert len(calibrations) - len([*left]) == made

@@ -12,9 +12,10 @@ Runs during which other processes took more than a tenth of a core are done agai
 are runs of settings `disk-...` with memory at another rate than at calibration, as others on a shared host slow it down
 by the minute, and errors would be the host's. All cores read memory for a moment before and after each run, and between
 the steps of the calibration; a run is done again if its two rates and the middle one of the calibration differ by more
-than a tenth. If the rate does not come back, the last ones of the runs that others disturbed least are kept, and their
-figures say so. No run is chosen by its result: only the load of others and the rate of memory decide. The result file
-has all runs, also the repeated ones.
+than a tenth. A calibration during which the rate changed is made again, up to twice; the one with the largest share of
+one rate counts. If a run's rate does not come back, the last ones of the runs that others disturbed least are kept,
+and their figures say so. No run is chosen by its result: only the load of others and the rate of memory decide. The
+result file has all runs, also the repeated ones.
 
 Three things come of it:
 
