@@ -109,8 +109,9 @@ class Benchmark:
         options.only = [part for part in self.parts if self._is_chosen(part, options.only)]
         if not options.only:
             self.parser.error(f"no part is named so; parts: {', '.join(self.parts)}")
-        given = [each for each in arguments if options.out is None or each not in ("--out", str(options.out))]
-        named = (Path(each).name if Path(each).is_absolute() else each for each in given)  # on any machine
+        named = (
+            Path(each).name if Path(each).is_absolute() else each for each in arguments
+        )  # on any machine
         self._command = shlex.join(["python", "-m", self._module, *named])
         self._chosen, self._partial = options.only, options.only != self.parts
         self._named = options.out is not None
