@@ -12,7 +12,7 @@ from statistics import median_low
 from typing import Generic, NamedTuple, TypeVar
 
 from benchmarks.record.benchmark import progress
-from benchmarks.shared.memory_rate import at_one_rate, memory_gbs, share_at_one_rate
+from benchmarks.shared.memory_rate import at_one_rate, memory_gbs
 from moesched.calibration.calibrate import calibrate_machine
 from moesched.calibration.timing import MOST_OTHER_CORES, OtherLoad, Others
 from moesched.machines import Machine
@@ -130,6 +130,14 @@ def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
     calibration = steadiest(lambda: _calibrated(runs, turns), lambda: _calibrated(runs, 0))
     runs.calibration_gbs = calibration.memory_gbs
     return calibration.machine
+
+
+def share_at_one_rate(rates: Sequence[float]) -> float:
+    """The share of rates that are the middle one; 1.0 if there are none."""
+    if not rates:
+        return 1.0
+    middle = median_low(rates)
+    return sum(at_one_rate([rate, middle]) for rate in rates) / len(rates)
 
 
 def steadiest(first: Callable[[], Calibration], again: Callable[[], Calibration]) -> Calibration:

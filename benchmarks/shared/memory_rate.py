@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from statistics import median_low
 
@@ -29,14 +29,6 @@ def at_one_rate(rates: Iterable[float]) -> bool:
     """Test whether rates differ by no more than one rate does; true if there are none."""
     found = list(rates)
     return not found or max(found) <= (1 + MOST_CHANGE) * min(found)
-
-
-def share_at_one_rate(rates: Sequence[float]) -> float:
-    """The share of rates that are the middle one; 1.0 if there are none."""
-    if not rates:
-        return 1.0
-    middle = median_low(rates)
-    return sum(at_one_rate([rate, middle]) for rate in rates) / len(rates)
 
 
 @cache
