@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
@@ -225,12 +226,15 @@ def rewritten(path: Path) -> Iterator[list[Event]]:
 
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """Let the system refuse to write more than this many bytes to one file."""
+    """Let the system refuse to write more than this many bytes to one file, to this process and its children."""
     before, writes_none = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # Python would keep a module's bytecode that was cut off
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        sys.dont_write_bytecode = writes_none
+    # Python would keep a module's bytecode that was cut off.
+    sys.dont_write_bytecode = True
+    with pytest.MonkeyPatch.context() as of_children:
+        of_children.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            sys.dont_write_bytecode = writes_none
