@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
@@ -108,8 +109,7 @@ class Described(NamedTuple):
     @property
     def kinds(self) -> tuple[Any, ...]:
         """The types that the option's value may have, apart from None."""
-        several = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
-        return tuple(each for each in several if each is not NoneType)
+        return _kinds_of(self.kind)
 
     @property
     def is_table(self) -> bool:
@@ -167,6 +167,12 @@ class Described(NamedTuple):
             return callable(value)
         given = tuple(each for each in self.kinds if isinstance(each, type) and issubclass(each, Options))
         return not given or isinstance(value, given)
+
+
+@cache
+def _kinds_of(kind: Any) -> tuple[Any, ...]:
+    several = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return tuple(each for each in several if each is not NoneType)
 
 
 @dataclass(frozen=True, kw_only=True)
