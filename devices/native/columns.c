@@ -22,8 +22,8 @@ typedef struct {
 static const uint16_t zeros[SUMS];
 
 /* The weights of the next inputs from output `first` on, and zeros behind the last one. */
-static void find(Place *place, int64_t inputs, int64_t outputs, int64_t first, const uint16_t **weights) {
-    for (int64_t i = 0; i < inputs; i++) {
+static void find(Place *place, int64_t outputs, int64_t first, const uint16_t **weights) {
+    for (int64_t i = 0; i < INPUTS; i++) {
         if (!place->left) {
             weights[i] = zeros;
             continue;
@@ -46,16 +46,15 @@ static void pair_up(const ColumnProduct *product, const uint16_t *x, int64_t inp
 
 /* Outputs [first, last) of the rows of x from row `row` on: a strip. */
 static void write_strip(const ColumnProduct *product, int64_t row, int64_t first, int64_t last, Tile *tile) {
-    const int64_t inputs = tile->rows > FEW_ROWS ? INPUTS : INPUTS_OF_FEW_ROWS;
     Place place = {product->matrix->blocks, 0, product->inputs};
     tile->outputs = last - first;
     memset(tile->sums, 0, (size_t)(tile->rows * tile->strip) * sizeof *tile->sums);
-    find(&place, inputs, product->outputs, first, tile->next);
-    for (int64_t input = 0; input < product->inputs; input += inputs) {
+    find(&place, product->outputs, first, tile->weights + INPUTS);
+    for (int64_t input = 0; input < product->inputs; input += INPUTS) {
         const int64_t left = product->inputs - input;
-        memcpy(tile->weights, tile->next, (size_t)inputs * sizeof *tile->next);
-        find(&place, inputs, product->outputs, first, tile->next);
-        pair_up(product, product->x + row * product->stride + input, left < inputs ? left : inputs, tile);
+        memcpy(tile->weights, tile->weights + INPUTS, INPUTS * sizeof *tile->weights);
+        find(&place, product->outputs, first, tile->weights + INPUTS);
+        pair_up(product, product->x + row * product->stride + input, left < INPUTS ? left : INPUTS, tile);
         product->loops->add(tile);
     }
     for (int64_t r = 0; r < tile->rows; r++)
@@ -75,8 +74,8 @@ void write_columns(const ColumnProduct *product, int64_t first, int64_t last) {
 }
 
 int64_t least_columns(const Team *team, const ColumnProduct *product) {
-    const int64_t share = product->outputs / threads_of(team) / LEAST_STRIP * LEAST_STRIP + LEAST_STRIP;
-    return product->rows > FEW_ROWS ? LEAST_STRIP : share;
+    const int64_t lines = (product->outputs + VECTOR - 1) / VECTOR, threads = threads_of(team);
+    return product->rows > FEW_ROWS ? LEAST_STRIP : (lines + threads - 1) / threads * VECTOR;
 }
 
 int64_t most_columns(const Team *team, const ColumnProduct *product) {
@@ -98,9 +97,10 @@ ANY_WIDTH static void add_pair(int64_t count, uint32_t x, const float *first, co
 static void add_widened(const Tile *tile, int64_t pair, int64_t output) {
     float first[WIDENED], second[WIDENED];
     const int64_t left = tile->outputs - output, count = left < WIDENED ? left : WIDENED;
+    const uint16_t *const *ahead = tile->weights + 2 * pair + (tile->rows > FEW_ROWS ? INPUTS : INPUTS_AHEAD);
     for (int64_t n = output; n < output + count; n += VECTOR) {
-        __builtin_prefetch(tile->next[2 * pair] + n, 0, 2);
-        __builtin_prefetch(tile->next[2 * pair + 1] + n, 0, 2);
+        __builtin_prefetch(ahead[0] + n, 0, 2);
+        __builtin_prefetch(ahead[1] + n, 0, 2);
     }
     widen(count, tile->weights[2 * pair] + output, first);
     widen(count, tile->weights[2 * pair + 1] + output, second);

@@ -9,7 +9,7 @@ enum {
     FEW_ROWS = 3,      /* of x: weights are read once, so what counts is that they are read in the order of memory */
     SUMS = 8192,       /* that are kept at once */
     INPUTS = 64,       /* most of a tile, even */
-    INPUTS_OF_FEW_ROWS = 16,
+    INPUTS_AHEAD = 16, /* from the weights that few rows are multiplied by to those that are fetched meanwhile */
     VECTOR = 32,       /* outputs that are summed together: a cache line of weights */
 };
 
@@ -18,7 +18,7 @@ enum {
 typedef struct {
     int64_t rows, outputs, pairs;
     int64_t strip; /* outputs of each row that `sums` has room for */
-    const uint16_t *weights[INPUTS], *next[INPUTS]; /* of each input of this tile and of the one that follows */
+    const uint16_t *weights[2 * INPUTS]; /* of each input of this tile, then of the one that follows */
     uint32_t x[INPUTS / 2 * ROWS_AT_ONCE];          /* pair after pair, in each row after row */
     float *sums;                                    /* row after row, on cache lines, in an order of their own */
 } Tile;
