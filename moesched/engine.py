@@ -291,7 +291,7 @@ class PlainEngine:
                 self._settle(task, CANCELLED)
 
     def forget(self) -> None:
-        """Drop the errors and cancelled tasks of a finished run, whose handles are refused from now on.
+        """Drop the errors of a finished run, whose handles are refused from now on.
 
         Tracebacks refer to tasks, and tasks to their lanes; no garbage collector tracks tasks.
         """
@@ -398,7 +398,8 @@ class PlainEngine:
 
     def _pass_failure(self, task: Task) -> None:
         """Cancel the tasks that need the result of a failed task; other tasks behind that task on its lane go on."""
-        self._undone.append(task)
+        if type(task.cause) is not TaskCancelled or task.cause.__traceback__ is not None:
+            self._undone.append(task)  # a policy may cancel tasks for days
         for other in (*(task.followers or ()), *followers_on_device(task)):
             if other.cause is None and task.id in other.deps[: other.inputs]:
                 other.cause = cancelled_by(task)

@@ -59,7 +59,7 @@ class Block:
         nbytes: the block's size in bytes; 0 if not known.
         memory: the memory's name; empty if not known.
         writer: the last task that writes the block, from which the engine infers edges; None for none.
-        readers: the tasks that read the block after `writer`.
+        readers: the tasks that read the block after `writer`; those that have settled may be left out.
     """
 
     __slots__ = ("memory", "name", "nbytes", "readers", "writer")
@@ -70,6 +70,10 @@ class Block:
         self.memory = memory
         self.writer: Task | None = None
         self.readers: list[Task] = []
+
+    def forget_settled(self) -> None:
+        """Drop the readers that have settled: nothing waits for them, and a block may be read for days."""
+        self.readers = [task for task in self.readers if task.state < DONE]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} in {self.memory or 'no memory'}: {self.nbytes} bytes>"
@@ -279,6 +283,10 @@ class Task(msgspec.Struct, eq=False, gc=False):
         if self.state < DONE or self.lane.over:  # the driver refuses a task of another run
             yield self
         if self.state != DONE:
+            if (
+                type(self.cause) is TaskCancelled
+            ):  # raised itself, it would refer to this task by its traceback
+                raise TaskCancelled(*self.cause.args)
             raise self.cause or PolicyError(
                 f"{self!r} was awaited by a coroutine that was resumed too early: yield the handle on, and resume "
                 "the coroutine once the handle has settled"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 
 import pytest
 
@@ -200,6 +201,20 @@ def test_a_run_that_failed_leaves_no_lane_in_memory(discipline: Discipline) -> N
     fail()
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is Lane and "failed run" in each.name]
+
+
+def test_a_task_that_a_policy_cancelled_is_not_kept_for_the_end_of_the_run() -> None:
+    link = Lane("link")
+    engine = Engine([link])
+    engine.submit(HostKernel(link, WORK, "running"))
+    unwanted = engine.submit(HostKernel(link, WORK, "unwanted"))
+    engine.cancel(unwanted)
+    with pytest.raises(TaskCancelled, match="unwanted was cancelled before it started"):
+        unwanted.__await__().send(None)
+    cause = weakref.ref(unwanted.cause)
+    del unwanted
+    gc.collect()
+    assert cause() is None
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import moesched
 from moesched.analysis.compared_runs import Measure, read_run
@@ -18,6 +19,7 @@ from moesched.inputs.options import SettingOptions
 from moesched.inputs.prompts import Prompt
 from moesched.inputs.tokenizer import TOKENIZER_NAME, Tokenizer
 from moesched.jobs.batch_reports import NotTraced
+from moesched.jobs.report import merge_reports
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.options import described
@@ -165,6 +167,16 @@ def test_requests_beyond_the_batch_run_in_the_next_ones() -> None:
         20 / sum(sum(report.step_seconds[start + 1 : start + 3]) for start in (0, 3, 6))
     )
     assert report.simulated_seconds == pytest.approx(report.load_seconds + sum(report.step_seconds))
+
+
+def test_a_report_names_the_kernels_of_all_batches() -> None:
+    report = moesched.simulate_model(
+        "mixtral-8x7b", machine="l4", policy="cgopipe", workload=[[1]], gen=1, batch_size=1
+    )
+    one, other = (
+        replace(report, kernels=each) for each in ({"a": ["x", "y"]}, {"a": ["w", "y"], "b": ["z"]})
+    )
+    assert merge_reports([one, other], requests=2, batches=2).kernels == {"a": ["w", "x", "y"], "b": ["z"]}
 
 
 def test_the_decode_step_of_several_batches_has_no_later_batch_s_prefill(tmp_path: Path) -> None:

@@ -176,6 +176,17 @@ def test_many_kernels_that_read_many_pages_take_few_edges() -> None:
     assert [len(task.deps) for task in tasks] == [1] * 10
 
 
+@pytest.mark.parametrize("pages", [(0,), (0, 1)], ids=["one page", "several"])
+def test_readers_of_a_page_that_stays_are_dropped_once_they_have_run(pages: tuple[int, ...]) -> None:
+    bench = Bench(slots=2)
+    bench.fetch(*pages)
+    for step in range(10):
+        reader = bench.read(*pages, name=f"kernel {step}", step=step)
+        bench.script.run()
+    [view] = bench.views.open.values()
+    assert [task for block in view.reads for task in block.readers] == [reader]
+
+
 def test_kernels_that_a_lost_page_cancelled_hold_nothing_up() -> None:
     bench = Bench(slots=2)
     bench.fetch(1)

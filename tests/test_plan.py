@@ -121,6 +121,16 @@ CONTRADICTIONS: list[tuple[Callable[[Plan], object], Callable[[Plan], object], s
         r"keep: page L\d+ dense #0 stays in gpu already: keep each once",
     ),
     (
+        lambda plan: plan.limit_in_flight(1),
+        lambda plan: plan.keep([*DENSE, DENSE[3]]),
+        "keep: page L3 dense #0 stays in gpu already: keep each once",
+    ),
+    (
+        lambda plan: plan.limit_in_flight(1),
+        lambda plan: plan.pool("accelerator", "small", 2, DENSE, filled=EXPERTS[:1]),
+        r"pool: page L0 E0 #0 has [\d,]+ bytes, and the largest page that the pool was declared for has [\d,]+",
+    ),
+    (
         lambda plan: plan.place_experts([range(8)]),
         lambda plan: plan.place_experts([range(8)]),
         "place_experts: experts were placed already: place them once",

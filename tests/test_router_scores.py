@@ -34,7 +34,7 @@ from moesched.steps.step import Step
 from moesched.testing import Case, check_policy, node_cases, run_on_symbols
 from moesched.testing.adversarial import Adversarial
 from moesched.testing.previewing import Previewing
-from odd_models import MIXTRAL, OLMOE, PROMPTS, layout_of, stored
+from odd_models import GLM, MIXTRAL, OLMOE, PROMPTS, layout_of, stored
 from reference import Reference, Tensor
 from reference import generate as reference_tokens
 from test_node_verbs import HALVES, NODES, owners_of
@@ -257,6 +257,14 @@ def test_a_centralised_plan_cannot_request_scores_which_its_other_nodes_lack(fir
 
 
 # -- what a policy may do with them ----------------------------------------------------------------
+
+
+def test_a_layer_without_experts_has_empty_scores_as_on_hardware(tmp_path: Path) -> None:
+    real, virtual = Previewing(scores=True), Previewing(scores=True)
+    generated(stored(GLM, tmp_path), real, "torch")
+    simulate(plan_run(T4, weight_layout(GLM), split_batch([2, 2], 2, 2), virtual), virtual)
+    for policy in (real, virtual):
+        assert {value.scores for (_, layer, _, _), value in policy.seen.items() if layer == 0} == {()}
 
 
 class Doing(Previewing):

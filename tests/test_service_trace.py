@@ -70,6 +70,26 @@ def test_a_server_that_fails_leaves_the_trace_of_the_steps_before(tmp_path: Path
     assert {0, 1, 2} <= {each.step for each in read_trace(trace).recording.slices}
 
 
+class Moves(Fails):
+    """A listener that fails, too, after the folder of the trace went away."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def loaded(self, serving: Serving) -> None:
+        self._folder.rmdir()
+
+
+def test_a_trace_that_cannot_be_written_does_not_hide_why_the_server_failed(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    given = ServedOptions(
+        model=small_model(tmp_path / "small"), policy="resident", context=64, trace=folder / "served.json"
+    )
+    with served_model(given) as model, pytest.raises(ValueError, match="the third step"):
+        model.serve(ListedArrivals(asked(6)), Moves(folder))
+
+
 def test_a_long_run_leaves_its_last_steps_and_what_was_answered_in_them(tmp_path: Path) -> None:
     policy, recorder, spans = make_policy("cgopipe"), LastSteps(3), RequestSpans(None)
     plan = plan_run(load_machine("t4"), weight_layout(SMALL), CAPACITY.fullest(), policy)

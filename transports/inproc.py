@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from operator import add
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesched.errors import TransportError
 from moesched.seams import Exchange
 
 from .frames import NAMES, NOTHING, Frame, Kind
+from .sums import sum_in_order
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -41,7 +41,7 @@ class InprocTransport:
             TransportError: a rank did not arrive in time, gave up, arrived twice, is in another exchange, or has an
                 array of another shape or dtype; or the transport was closed.
         """
-        total: Array = self._meet(Kind.ALL_REDUCE, rank, exchange, part, 0, _sum)
+        total: Array = self._meet(Kind.ALL_REDUCE, rank, exchange, part, 0, sum_in_order)
         return total.copy()
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
@@ -136,11 +136,6 @@ class InprocTransport:
     def _break(self, meeting: _Meeting, problem: str) -> None:
         meeting.problem = meeting.problem or problem
         self._changed.notify_all()
-
-
-def _sum(parts: Sequence[Array]) -> Array:
-    """Return the sum of all parts, in order."""
-    return reduce(add, parts)
 
 
 def _sent_by(root: int, parts: Sequence[Array | None]) -> Array:

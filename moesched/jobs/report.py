@@ -291,6 +291,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         pools=_merge_pools([pool for report in reports for pool in report.pools]),
         previews=_merge_uses([each for report in reports for each in report.previews]),
         forecasts=_merge_uses([each for report in reports for each in report.forecasts]),
+        kernels=_merge_kernels([report.kernels for report in reports]),
         emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
         expected=_merge_expectations(reports, requests=requests, batches=batches),
         no_expectation=next((report.no_expectation for report in reports if report.no_expectation), None),
@@ -402,6 +403,15 @@ def _merge_uses(uses: Sequence[Use]) -> list[Use]:
         before = merged.get(tuple(key), Compared())
         merged[tuple(key)] = Compared(*map(add, before, (forecasts, chosen, found)))
     return [use_of(type(uses[0]), compared, *key) for key, compared in sorted(merged.items())]
+
+
+def _merge_kernels(parts: Sequence[dict[str, list[str]]]) -> dict[str, list[str]]:
+    """Return the names of the kernels that ran in any batch, by operation."""
+    operations = dict.fromkeys(operation for part in parts for operation in part)
+    return {
+        operation: sorted({name for part in parts for name in part.get(operation, ())})
+        for operation in operations
+    }
 
 
 def _merge_kinds(kinds: Sequence[KindUse]) -> list[KindUse]:

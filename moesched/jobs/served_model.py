@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moesched.errors import BadInput
 from moesched.inputs.files import require_safe_outputs
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.served_options import ServedOptions
@@ -22,6 +23,7 @@ from moesched.seams import Observer
 from moesched.serving.arrivals import Arrivals
 from moesched.steps.memory import slots_of
 from moesched.system.outputs import Output
+from moesched.trace import LastSteps
 
 CONTEXT = 4096
 """Tokens of a prompt and its answer together, at most, by default."""
@@ -73,9 +75,8 @@ class ServedModel:
         Raises:
             BadInput: the trace cannot be written.
         """
-        planned, trace = self.planned, self._given.trace
-        spans = RequestSpans(listener)
-        recorder = None if trace is None else last_steps_of(planned.plan)
+        planned, spans = self.planned, RequestSpans(listener)
+        recorder = None if self._given.trace is None else last_steps_of(planned.plan)
         setup = ServingSetup(
             planned.plan,
             planned.policy,
@@ -87,18 +88,27 @@ class ServedModel:
             keeps_history,
         )
         try:
-            return serve_on(self._devices.first, setup, observers=observers, recorder=recorder)
-        finally:
-            if recorder is not None and trace is not None:
-                write_service_trace(
-                    trace,
-                    recorder,
-                    spans.ended,
-                    self.ran,
-                    planned.capacity,
-                    planned.plan,
-                    spans.tokens_per_second,
-                )
+            serving = serve_on(self._devices.first, setup, observers=observers, recorder=recorder)
+        except BaseException:
+            with suppress(BadInput):  # the error that ended the run comes first
+                self._write_trace(recorder, spans)
+            raise
+        self._write_trace(recorder, spans)
+        return serving
+
+    def _write_trace(self, recorder: LastSteps | None, spans: RequestSpans) -> None:
+        trace, planned = self._given.trace, self.planned
+        if recorder is None or trace is None:
+            return
+        write_service_trace(
+            trace,
+            recorder,
+            spans.ended,
+            self.ran,
+            planned.capacity,
+            planned.plan,
+            spans.tokens_per_second,
+        )
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class _Opened(NamedTuple):
     """A model on its devices.
 
     Attributes:
-        job: the job without beam search, of which each call makes a copy.
+        job: the job of which each call makes a copy.
         obstacle: the reason why calls cannot be predicted; None if they can.
     """
 

@@ -15,10 +15,7 @@ from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.explained import explained
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationOptions
-from moesched.jobs.planners_choice import (
-    with_best_plan,
-    with_choice,
-)
+from moesched.jobs.planners_choice import with_best_plan, with_choice
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.trace_file import (

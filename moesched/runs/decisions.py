@@ -53,7 +53,7 @@ def simulated_decisions(
 
     def decide(task: Task) -> Any:
         if task.layer in dense:
-            return {}
+            return ScoredTokens({}, ()) if scored else {}
         if task.verb == "route":
             counts = chosen.choose(moment(task), task.layer, task.micro_batch, task.work.tokens)
             return with_scores(task, counts) if scored else counts

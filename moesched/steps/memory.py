@@ -361,6 +361,8 @@ def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
         read, pool = slot.read, slot.pool
         if read != step:
             slot.read = step
+            if slot.readers:
+                slot.forget_settled()
             if read == FETCHED:
                 pool._counts.misses += 1
             else:

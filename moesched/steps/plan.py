@@ -7,6 +7,7 @@ does not matter: memory is reserved when all are known, and each reservation is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -207,27 +208,21 @@ class Plan(PlanFacts):
         Raises:
             PolicyError: the pages belong to several stages, and the pool would be an accelerator's; there is no such
                 memory or rule, or the rule belongs to another pool, of this run or an earlier one; or the slots are too
-                few for the pages that fill it.
+                few or too small for the pages that fill it.
             OverBudget: the memory has fewer bytes than the slots.
         """
         self._declare("pool", self.declared)
         pages, filled = require_list("pool", pages), require_list("pool", filled)
-        require_pages("pool", (*pages, *filled), self.layout)
+        require_pages("pool", pages, self.layout)
+        largest = max((page.nbytes for page in pages), default=0)
+        require_pages("pool", filled, self.layout, largest)
         slots = require_slots(name, slots, len(filled), replacement)
         memory = self._memory_for("pool", pages, role)
         size = max((self.slot_bytes(page) for page in pages), default=0)
         what, nbytes, parts = claim_of_slots(name, slots, size)
         memory.require_free(what, nbytes, memory.capacity, parts)  # before there is an object for each slot
         make = Pool if isinstance(replacement, str) else RuledPool
-        pool = make(
-            name,
-            memory,
-            slots,
-            size,
-            replacement,
-            max((page.nbytes for page in pages), default=0),
-            calling_line(),
-        )
+        pool = make(name, memory, slots, size, replacement, largest, calling_line())
         self.weights.add_pool(pool, filled)
         return pool
 
@@ -236,13 +231,14 @@ class Plan(PlanFacts):
 
         Raises:
             PolicyError: the pages belong to several stages, and the memory would be an accelerator's; or one of them is
-                kept in that memory already.
+                named twice, or kept in that memory already.
         """
         self._declare("keep", self.declared)
         pages = require_list("keep", pages)
         require_pages("keep", pages, self.layout)
         memory = self._memory_for("keep", pages, role)
-        if twice := next((page for page in pages if page in memory), None):
+        times = Counter(page.id for page in pages)
+        if twice := next((page for page in pages if page in memory or times[page.id] > 1), None):
             raise PolicyError(f"keep: page {describe(twice)} stays in {memory.name} already: keep each once")
         return self.weights.keep(memory, pages, list(map(self.slot_bytes, pages)))
 

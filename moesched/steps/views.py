@@ -32,12 +32,13 @@ class View(Generic[K]):
         pages, slots: the pages, and the slot that holds each.
         bound: the weights as the device's kernels read them, set by the device; None before that.
         noted: the last step in which a use was noted; always `LOADED` (-1) if every use in a step has to be noted.
+        used: the last step in which a kernel used it; `LOADED` before that.
         moving: the slots whose pages may be replaced.
         block: the block of data that the join writes; None without a join.
         reads: the blocks that a kernel which reads through the view depends on.
     """
 
-    __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots")
+    __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots", "used")
 
     def __init__(
         self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine
@@ -47,7 +48,7 @@ class View(Generic[K]):
         self.pages = pages
         self.slots = slots
         self.bound: Any = None
-        self.noted = LOADED
+        self.noted = self.used = LOADED
         self.moving = tuple(slot for slot in slots if not slot.fixed)
         self.block: Block | None = None
         self.reads: tuple[Block, ...] = self.moving
@@ -60,6 +61,9 @@ class View(Generic[K]):
 
     def use(self, step: int, tokens: int) -> None:
         """Note that a kernel of `tokens` rows reads the pages in the step `step`."""
+        if self.block is not None and self.used != step:
+            self.used = step
+            self.block.forget_settled()
         if not note_use(self.moving, step, tokens):
             self.noted = step
 
