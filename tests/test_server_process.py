@@ -260,18 +260,21 @@ async def test_a_request_that_has_not_come_as_a_whole_when_the_server_ends_is_re
         async with front() as answering:
             running = SignalFreeServer(answering.front.app, socket, listens.set)
             serving = asyncio.ensure_future(running.serve_clients())
-            await listens.wait()
-            reader, writer = await asyncio.open_connection(*socket.getsockname())
-            writer.write(
-                b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n" % CHAT.encode()
-            )
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
-            await answering.front.gate.drained()
-            running.should_exit = True
-            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-            writer.close()
-            await serving
+            try:
+                await listens.wait()
+                reader, writer = await asyncio.open_connection(*socket.getsockname())
+                writer.write(
+                    b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n" % CHAT.encode()
+                )
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+                await answering.front.gate.drained()
+                running.should_exit = True
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            finally:
+                running.should_exit = True
+                writer.close()
+                await serving
         assert head.startswith(b"HTTP/1.1 503")
         assert b"retry-after: 10" in head.lower()
         assert json.loads(body)["error"]["type"] == "server_error"
