@@ -254,6 +254,54 @@ async def test_a_body_of_two_lengths_is_refused_and_its_connection_closed() -> N
         writer.close()
 
 
+async def test_a_request_that_has_not_come_as_a_whole_when_the_server_ends_is_refused() -> None:
+    listens = asyncio.Event()
+    with listening("127.0.0.1", 0) as socket:
+        async with front() as answering:
+            running = SignalFreeServer(answering.front.app, socket, listens.set)
+            serving = asyncio.ensure_future(running.serve_clients())
+            try:
+                await listens.wait()
+                reader, writer = await asyncio.open_connection(*socket.getsockname())
+                writer.write(
+                    b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n" % CHAT.encode()
+                )
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+                await answering.front.gate.drained()
+                running.should_exit = True
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            finally:
+                running.should_exit = True
+                writer.close()
+                await serving
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 10" in head.lower()
+        assert json.loads(body)["error"]["type"] == "server_error"
+        assert not running.server_state.tasks
+
+
+async def test_a_connection_stays_open_for_longer_than_proxies_keep_theirs() -> None:
+    listens = asyncio.Event()
+    with listening("127.0.0.1", 0) as socket:
+        running = SignalFreeServer(says_the_client, socket, listens.set)
+        serving = asyncio.ensure_future(running.serve_clients())
+        try:
+            await listens.wait()
+            reader, writer = await asyncio.open_connection(*socket.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            await reader.readuntil(b"127.0.0.1")
+            [connection] = running.server_state.connections
+            assert isinstance(connection, TimedProtocol)
+            timer = connection.timeout_keep_alive_task
+            assert timer is not None
+            assert timer.when() - asyncio.get_running_loop().time() > 60
+        finally:
+            running.should_exit = True
+            writer.close()
+            await serving
+
+
 async def says_the_client(scope: Scope, receive: Receive, send: Send) -> None:
     """An application that answers with the client's address."""
     await Response(scope["client"][0])(scope, receive, send)

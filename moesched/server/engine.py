@@ -46,7 +46,7 @@ from moesched.system.scratch import remove_all
 from moesched.tasks import Task
 
 STATE_SECONDS = 0.2
-"""Seconds between two messages about the engine's state; one is also sent when it becomes busy or idle."""
+"""Seconds between two messages about a busy engine's state; one is also sent when it becomes busy or idle."""
 READ_BYTES = 1 << 16
 NOT_FINITE = (
     "the logits of this answer are not finite, as those of a damaged checkpoint may be: a run of the same prompt by "
@@ -88,7 +88,7 @@ class TokenSender(ServingListener):
     def step(self, serving: Serving) -> None:
         """Send the messages of the step, and from time to time the engine's state."""
         now, runs = time.monotonic(), bool(serving.running)
-        if now - self._told >= STATE_SECONDS or runs != self._ran:
+        if now - self._told >= STATE_SECONDS or not (runs and self._ran):
             self._told, self._ran = now, runs
             self._messages.append(self._state(serving))
         self._send(self._messages)

@@ -75,6 +75,13 @@ def server_error(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error")
 
 
+def closing() -> ApiError:
+    """Make the error, of status 503, for a request that comes while the server closes."""
+    return ApiError(
+        503, "the server closes: ask another one", kind="server_error", headers={"Retry-After": "10"}
+    )
+
+
 class EngineFailed(ApiError):
     """The engine has ended; nothing can be answered any more."""
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from moesched.server.errors import ApiError, bad_request
+from moesched.server.errors import ApiError, bad_request, closing
 
 REMEMBERED = 256
 """Largest number of ends of answers that are kept, to estimate the rate of further ones."""
@@ -67,9 +67,7 @@ class Gate:
             ApiError: the server closes or is full, or the request has more answers than the server ever gives at once.
         """
         if self.closed:
-            raise ApiError(
-                503, "the server closes: ask another one", kind="server_error", headers={"Retry-After": "10"}
-            )
+            raise closing()
         if answers > self.most:
             raise bad_request(
                 f"{answers} answers at once: this server gives at most {self.most}; ask for fewer", "n"

@@ -132,7 +132,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Message from the engine about its load; sent after a step, a few times a second at most.
+    """Message from the engine about its load; sent a few times a second while it is busy, and once it is idle.
 
     Attributes:
         running: number of requests that run.

@@ -9,7 +9,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moesched.server.errors import bad_request
+from moesched.server.errors import ApiError, bad_request, closing
 from moesched.server.gathering import GatheringTransport
 
 REQUEST_SECONDS = 20.0
@@ -18,9 +18,7 @@ WRITE_SECONDS = 60.0
 """Seconds in which a client has to read the bytes that wait for it."""
 MOST_AHEAD = 1 << 16
 """Largest number of bytes after a request that are read while it is answered."""
-NOT_HTTP = bad_request(
-    "this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request"
-).body()
+NOT_HTTP = bad_request("this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request")
 MOST_DROPPED = 128 << 20
 """Largest number of bytes of a request that are dropped after its answer."""
 
@@ -67,23 +65,14 @@ class TimedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP with status 400, without `msg`; if an answer has begun, only disconnect."""
-        if self.conn.our_state is h11.SEND_RESPONSE:  # a body went wrong: its request gets no other answer
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            length = str(len(NOT_HTTP)).encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", length),
-                (b"connection", b"close"),
-            ]
-            for event in (
-                h11.Response(status_code=400, headers=headers),
-                h11.Data(data=NOT_HTTP),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event))
-        self._close()
+        self._refuse(NOT_HTTP)
+
+    def shutdown(self) -> None:
+        """Close the connection once its request is answered; one whose body still comes is refused."""
+        if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_state is h11.SEND_BODY:
+            self._refuse(closing())
+        else:
+            super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection on which no further request came in time."""
@@ -99,6 +88,28 @@ class TimedProtocol(H11Protocol):
         """Stop waiting: the client has read."""
         super().resume_writing()
         _cancel(self._write_timer)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer with an error in place of the application, unless an answer has begun, and close the connection."""
+        if self.conn.our_state is h11.SEND_RESPONSE:  # the application waits for a body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = error.body()
+            told = {
+                **error.headers,
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "connection": "close",
+            }
+            headers = [(name.encode(), value.encode()) for name, value in told.items()]
+            for event in (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event))
+        self._close()
 
     def _close(self) -> None:
         """Close the connection once the client has read the bytes that wait, or after `write_seconds`."""

@@ -41,6 +41,9 @@ OPEN_MAX = 10_240
 """The most open files that macOS lets a process ask for; there the limit is infinite, and may not be asked for."""
 CLOSING_SECONDS = 5
 """Seconds that connections have to close after the last answer."""
+IDLE_SECONDS = 75
+"""Seconds that a connection waits for its next request: more than clients and proxies wait before they close it, since
+one that sends just as the server closes gets no answer."""
 
 
 class ServerCallbacks(NamedTuple):
@@ -199,6 +202,7 @@ class SignalFreeServer(uvicorn.Server):
                 forwarded_allow_ips=[*proxies],
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=CLOSING_SECONDS,
+                timeout_keep_alive=IDLE_SECONDS,
             )
         )
         self._socket = listener_socket
