@@ -6,7 +6,7 @@
 
 enum {
     ROWS_AT_ONCE = 16, /* of x */
-    FEW_ROWS = 3,      /* of x: weights are read once, so what counts is that they are read in the order of memory */
+    FEW_ROWS = 4,      /* of x: weights are read once, so what counts is that they are read in the order of memory */
     SUMS = 8192,       /* that are kept at once */
     INPUTS = 64,       /* most of a tile, even */
     INPUTS_AHEAD = 16, /* from the weights that few rows are multiplied by to those that are fetched meanwhile */

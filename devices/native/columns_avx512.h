@@ -142,10 +142,11 @@ PAIRS_INLINE void add_few(const int R, const Tile *tile) {
 static PAIRS_TARGET void add_to_one(const Tile *tile) { add_few(1, tile); }
 static PAIRS_TARGET void add_to_two(const Tile *tile) { add_few(2, tile); }
 static PAIRS_TARGET void add_to_three(const Tile *tile) { add_few(3, tile); }
+static PAIRS_TARGET void add_to_four(const Tile *tile) { add_few(4, tile); }
 
 static PAIRS_TARGET void add_pairs(const Tile *tile) {
     if (tile->rows <= FEW_ROWS && tile->pairs % FEW_PAIRS == 0) {
-        void (*const add[FEW_ROWS])(const Tile *) = {add_to_one, add_to_two, add_to_three};
+        void (*const add[FEW_ROWS])(const Tile *) = {add_to_one, add_to_two, add_to_three, add_to_four};
         add[tile->rows - 1](tile);
         return;
     }
