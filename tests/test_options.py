@@ -42,6 +42,8 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.listeners import Listener
 
 SHAPE = "mixtral-0.8b"
+with_keywords: Any = partial
+"""`partial` for values of wrong types."""
 FUNCTIONS: list[tuple[Callable[..., Any], type[Options]]] = [
     (moesched.Session.__init__, SessionOptions),
     (moesched.Session.run, CallOptions),
@@ -229,28 +231,28 @@ def test_a_simulation_refuses_a_value_of_another_type_in_one_line(given: dict[st
         (moesched.write_random_model, (SHAPE, "made", 0, 2.5), "--layers is 2.5, no whole number: give one"),
         (moesched.write_random_model, (SHAPE, "made", 0, 1, None), "dtype is None: omit it for 'bfloat16'"),
         (
-            partial(moesched.write_random_model, stored_as=["q8_0"]),
+            with_keywords(moesched.write_random_model, stored_as=["q8_0"]),
             (SHAPE, "made.gguf"),
             "stored_as is ['q8_0']: give str | None",
         ),
         (
-            partial(moesched.write_random_model, progress=3),
+            with_keywords(moesched.write_random_model, progress=3),
             (SHAPE, "made"),
             "progress is 3: give Progress | None",
         ),
         (moesched.prestack_model, (None, "made"), "model is None: give Path | str"),
         (
-            partial(moesched.prestack_model, by="row"),
+            with_keywords(moesched.prestack_model, by="row"),
             ("model", "made"),
             "by is 'row': give one of expert, layer",
         ),
         (
-            partial(moesched.simulate_arrivals, machine="t4", arrivals="poisson:1", admission=3),
+            with_keywords(moesched.simulate_arrivals, machine="t4", arrivals="poisson:1", admission=3),
             (SHAPE,),
             "admission is 3: give str",
         ),
         (
-            partial(moesched.simulate_arrivals, machine="t4", arrivals="poisson:1", slo=3),
+            with_keywords(moesched.simulate_arrivals, machine="t4", arrivals="poisson:1", slo=3),
             (SHAPE,),
             "slo is 3: give str | None",
         ),
@@ -264,7 +266,7 @@ def test_a_simulation_refuses_a_value_of_another_type_in_one_line(given: dict[st
         (moesched.calibrate_machine, (3,), "out is 3: give Path | str | None"),
         (moesched.compare_runs, (3,), "the path of a run is 3: give a text or a Path"),
         (
-            partial(moesched.compare_runs, trace=3),
+            with_keywords(moesched.compare_runs, trace=3),
             (["a", "b"],),
             "trace is 3: give Path | str | None",
         ),
@@ -275,7 +277,7 @@ def test_a_simulation_refuses_a_value_of_another_type_in_one_line(given: dict[st
         ),
         (moesched.draw_roofline, (3, "a.svg"), "report is 3: give what roofline_of returns"),
         (
-            partial(moesched.roofline_of, kv_dtypes="int8"),
+            with_keywords(moesched.roofline_of, kv_dtypes="int8"),
             (SHAPE, "t4"),
             "kv_dtypes is 'int8': give Sequence[str]",
         ),
