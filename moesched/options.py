@@ -10,7 +10,7 @@ import builtins
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -159,12 +159,17 @@ class Described(NamedTuple):
         """Test whether a value is of the option's type, as far as one can see: names for type checkers are unknown."""
         if value is None:
             return self.default is None or self.kind is Any or NoneType in get_args(self.kind)
-        if Path in self.kinds:
+        if Path in self.kinds and {*self.kinds} <= {Path, str}:
             return isinstance(value, str | PathLike)
         if self.kinds == (bool,):
             return value in (True, False)
         if any(get_origin(each) is Callable for each in self.kinds):
             return callable(value)
+        written = without_description(self.source or "Any")  # where a name for type checkers is no `str`
+        if written == "Sequence[str]":
+            return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        if written in ("str", "str | None"):
+            return isinstance(value, str)
         given = tuple(each for each in self.kinds if isinstance(each, type) and issubclass(each, Options))
         return not given or isinstance(value, given)
 
@@ -236,6 +241,7 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
     return kind, next((mark for mark in marks if isinstance(mark, Option)), None)
 
 
+@cache
 def without_description(annotation: str) -> str:
     """Return the type in an annotation's source text: of "Annotated[int, Option(...)]" it is "int"."""
     match ast.parse(annotation, mode="eval").body:

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 from moesched.errors import BadInput
 from moesched.seams import Admission, Device, Kernel, Policy, Transport
@@ -22,6 +22,7 @@ from moesched.system.plain_text import is_utf8, shown
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.system.source_lines import raising_line
 
+T = TypeVar("T")
 Kind = Literal["policies", "devices", "transports", "kernels", "admissions"]
 
 _SINGULAR: dict[Kind, str] = {
@@ -82,6 +83,8 @@ def find(kind: Kind, given: str | type) -> type:
     if kind in ("devices", "kernels"):
         require_address_space()
     name, found = name_of(kind, given), given
+    if isinstance(given, _FoundName):
+        return given.cls
     if isinstance(given, str):
         target, named = _target(kind, given)
         found = load(target, f"{_SINGULAR[kind]} {shown(name)}", here=not named)
@@ -98,10 +101,31 @@ def find(kind: Kind, given: str | type) -> type:
     return found
 
 
+class _FoundName(str):
+    """A plug-in's name, with the class that was found by it."""
+
+    cls: type
+
+
+def found_here(kind: Kind, given: T) -> T:
+    """Return a plug-in as it was given; one named by module or file is found now, in the current folder.
+
+    Other names, which mean the same in any folder, import nothing before they are used.
+
+    Raises:
+        BadInput: as `find`.
+    """
+    if not isinstance(given, str) or ":" not in given:
+        return given
+    name = _FoundName(given)
+    name.cls = find(kind, given)
+    return cast(T, name)
+
+
 def name_of(kind: Kind, given: object) -> str:
     """Return a plug-in's name: a given name itself; for a class or object its installed name or `module:Class`."""
     if isinstance(given, str):
-        return given
+        return str(given)
     cls = given if isinstance(given, type) else type(given)
     place = f"{cls.__module__}:{cls.__qualname__}"
     return next((point.name for point in _points(kind) if point.value == place), place)

@@ -169,7 +169,9 @@ def test_wrong_forecasts_and_missing_scores_of_a_device_end_its_run_with_its_nam
     ):
         device = torch_device_that_gives(verb, dict)
         with pytest.raises(WrongValue, match=f"^device Mistaken: execute gives {{.*}} for {says}"):
-            moesched.run_model(model, [[1, 2]], policy="hybrimoe", device=device, max_new_tokens=2)
+            moesched.run_model(
+                model, [[1, 2]], policy="hybrimoe", settings={"experts": 2}, device=device, max_new_tokens=2
+            )
 
 
 @pytest.mark.parametrize(

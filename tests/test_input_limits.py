@@ -292,6 +292,17 @@ def test_a_cache_that_no_folder_can_have_the_name_of_is_refused_in_one_line(
     )
 
 
+@pytest.mark.parametrize("given", ["cache", "./cache", "~/cache"])
+def test_a_cache_that_would_move_with_the_current_folder_is_refused_in_one_line(
+    command: Any, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("MOESCHED_CACHE", given)
+    refused(
+        command("simulate", "--help-me"),
+        f"MOESCHED_CACHE is '{given}', no absolute path: give one that begins with /",
+    )
+
+
 @pytest.mark.parametrize("given", ["cache", "./cache", ""])
 def test_a_relative_folder_of_xdg_is_ignored_and_the_cache_is_in_the_home_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import MISSING
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ from moesched.options import Described, Option, Options, described, flags_given,
 from moesched.requests.sampling import Sampling
 from moesched.runs.listeners import Listener
 
+SHAPE = "mixtral-0.8b"
+with_keywords: Any = partial
+"""`partial` for values of wrong types."""
 FUNCTIONS: list[tuple[Callable[..., Any], type[Options]]] = [
     (moesched.Session.__init__, SessionOptions),
     (moesched.Session.run, CallOptions),
@@ -221,6 +225,62 @@ def test_a_simulation_refuses_a_value_of_another_type_in_one_line(given: dict[st
         ),
         (moesched.write_report, (None, None), "the path of a report is None: give a text or a Path"),
         (moesched.load_workload, (["a"],), "no workload ['a']: name a TOML file or one of …"),
+        (moesched.write_random_model, (3, "made"), "unknown model shape 3: choose one of …"),
+        (moesched.write_random_model, (SHAPE, 3), "directory is 3: give Path | str"),
+        (moesched.write_random_model, (SHAPE, "made", "x"), "--seed is 'x', no whole number: give one"),
+        (moesched.write_random_model, (SHAPE, "made", 0, 2.5), "--layers is 2.5, no whole number: give one"),
+        (moesched.write_random_model, (SHAPE, "made", 0, 1, None), "dtype is None: omit it for 'bfloat16'"),
+        (
+            with_keywords(moesched.write_random_model, stored_as=["q8_0"]),
+            (SHAPE, "made.gguf"),
+            "stored_as is ['q8_0']: give str | None",
+        ),
+        (
+            with_keywords(moesched.write_random_model, progress=3),
+            (SHAPE, "made"),
+            "progress is 3: give Progress | None",
+        ),
+        (moesched.prestack_model, (None, "made"), "model is None: give Path | str"),
+        (
+            with_keywords(moesched.prestack_model, by="row"),
+            ("model", "made"),
+            "by is 'row': give one of expert, layer",
+        ),
+        (
+            with_keywords(moesched.simulate_arrivals, machine="t4", arrivals="poisson:1", admission=3),
+            (SHAPE,),
+            "admission is 3: give str",
+        ),
+        (
+            with_keywords(moesched.simulate_arrivals, machine="t4", arrivals="poisson:1", slo=3),
+            (SHAPE,),
+            "slo is 3: give str | None",
+        ),
+        (moesched.reproduce_paper, (None,), "paper is None: give str"),
+        (moesched.reproduce_paper, ("twiddler", "beams"), "only is 'beams': give Sequence[str]"),
+        (
+            moesched.reproduce_paper,
+            ("twiddler", [3]),
+            "no section 3: name one of …",
+        ),
+        (moesched.calibrate_machine, (3,), "out is 3: give Path | str | None"),
+        (moesched.compare_runs, (3,), "the path of a run is 3: give a text or a Path"),
+        (
+            with_keywords(moesched.compare_runs, trace=3),
+            (["a", "b"],),
+            "trace is 3: give Path | str | None",
+        ),
+        (
+            moesched.write_report,
+            ("report.json", {}),
+            "report is {}: give the report of a run or of a prediction",
+        ),
+        (moesched.draw_roofline, (3, "a.svg"), "report is 3: give what roofline_of returns"),
+        (
+            with_keywords(moesched.roofline_of, kv_dtypes="int8"),
+            (SHAPE, "t4"),
+            "kv_dtypes is 'int8': give Sequence[str]",
+        ),
     ],
 )
 def test_a_function_refuses_a_value_of_another_type_in_one_line(

@@ -187,7 +187,8 @@ def test_of_the_layers_ahead_the_one_that_gains_most_is_prefetched_first() -> No
     # In the decode step, layer 2 misses an expert with eight tokens, layer 1 one with a single token.
     steps: Choices = [[{0: 9}] * 3, [{0: 9}, {0: 8, 5: 1}, {0: 1, 5: 8}]]
     machine = with_rates(link=1e9, cpu=1e8)
-    watch = simulated("hybrimoe", steps, {"experts": 3, "buffers": 2}, machine=machine, prompts=(9,))
+    settings = {"experts": 3, "buffers": 2}
+    watch = simulated("hybrimoe", steps, settings, machine=machine, prompts=(9,), pages_per_expert=6)
     prefetched = [t for t in watch.tasks("fetch") if t.step >= 0 and class_of(t) == IDLE]
     assert [(t.step, t.layer, t.expert) for t in prefetched][:1] == [(1, 2, 5)]
 
@@ -214,18 +215,27 @@ def test_nothing_is_prefetched_whose_pages_would_hold_up_more_outputs_of_the_hos
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "least", "most"), [(0.0, 0.99, 1.0), (0.4, 0.99, 1.0), (1.0, 1.05, 1.5)]
+    ("machine", "requests", "accuracy", "least", "most"),
+    [
+        ("l4", 1, 0.0, 0.99, 1.0),
+        ("l4", 1, 0.4, 0.99, 1.0),
+        ("l4", 1, 1.0, 1.05, 1.5),
+        ("t4", 4, 0.65, 0.995, 1.05),
+        ("t4", 8, 0.7, 0.995, 1.05),
+        ("rtx6000", 1, 0.7, 0.995, 1.05),
+        ("m2-ultra", 1, 0.7, 1.0, 1.0),
+    ],
 )
-def test_previews_that_are_mostly_wrong_cost_next_to_nothing_and_right_ones_pay(
-    accuracy: float, least: float, most: float
+def test_previews_that_are_often_wrong_cost_next_to_nothing_and_right_ones_pay(
+    machine: str, requests: int, accuracy: float, least: float, most: float
 ) -> None:
     rates = [
         moesched.simulate_model(
             "mixtral-8x7b",
-            machine="l4",
+            machine=machine,
             policy="hybrimoe",
             settings={"ahead": ahead},
-            workload=moesched.given_lengths([64], 9),
+            workload=moesched.given_lengths([64] * requests, 9),
             preview_accuracy=accuracy,
             band=False,
         ).decode_tokens_per_second

@@ -75,6 +75,33 @@ def test_a_session_finds_its_files_after_the_program_has_changed_to_another_fold
     assert answers == moesched.run_model(model, ["abc"], policy="resident", max_new_tokens=3).tokens
 
 
+OWN = """\
+from moesched.devices.torch.device import TorchDevice
+from moesched.policies.resident import Resident
+class Kept(Resident): pass
+class Counted(TorchDevice): pass
+"""
+
+
+@pytest.mark.parametrize("place", ["moved.py", "./moved.py", "moved"])
+def test_a_session_finds_its_policy_and_device_after_the_program_has_changed_to_another_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "moved", raising=False)
+    for folder, text in ("here", OWN), ("elsewhere", "1 / 0"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "moved.py").write_text(text)
+    monkeypatch.chdir(tmp_path / "here")
+    opened = Opened()
+    with moesched.Session(model, policy=f"{place}:Kept", device=f"{place}:Counted") as session:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        report = session.run(["abc"], max_new_tokens=3, listener=opened)
+    assert report.as_dict()["policy"] == f"{place}:Kept"
+    assert report.tokens == moesched.run_model(model, ["abc"], policy="resident", max_new_tokens=3).tokens
+    assert type(opened.device).__name__ == "Counted"
+
+
 def test_the_planner_chooses_a_policy_that_fits_by_the_first_call_and_keeps_it(model: Path) -> None:
     whole = moesched.run_model(model, ["abc"], policy="auto", max_new_tokens=3)
     budgets = {"host": whole.peak_bytes["host"] * 2 // 3}

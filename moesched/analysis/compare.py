@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated
 
 from msgspec.structs import replace
 
@@ -12,6 +14,8 @@ from moesched.analysis.compared_runs import ComparedRun, Measure, read_run, repl
 from moesched.analysis.comparison import Comparison, Row, Title
 from moesched.analysis.difference import Difference, explain_difference
 from moesched.errors import BadInput
+from moesched.keywords import takes
+from moesched.options import Option, Options
 from moesched.system.cells import counted_in_cell
 from moesched.system.input_file import given_path
 from moesched.system.outputs import Output, require_outputs
@@ -20,32 +24,41 @@ from moesched.system.plain_text import plain_text
 from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 
 
-@interruptible()
-def compare_runs(
-    sources: ComparedRun | Path | str | Sequence[ComparedRun | Path | str],
-    *,
-    replayed: bool = False,
-    trace: Path | str | None = None,
-    progress: Callable[[int, int], object] | None = None,
-) -> Comparison:
-    """Compare runs with the first run in `sources`.
+class CompareOptions(Options):
+    """The options of `compare_runs`."""
 
-    Args:
-        sources: two or more runs, each as a `ComparedRun` or as the file of its trace or report; with `replayed`, one
-            is enough.
-        replayed: whether to add a replay of the first run's graph and durations on the virtual clock.
-        trace: file to write all runs to as a single trace.
-        progress: called with (replays done, all replays) while the difference is computed.
+    sources: Annotated[
+        ComparedRun | Path | str | Sequence[ComparedRun | Path | str],
+        Option(
+            "Two or more runs, each as a `ComparedRun` or as the file of its trace or report; with `replayed`, one is "
+            "enough."
+        ),
+    ] = field(kw_only=False)
+    replayed: Annotated[
+        bool, Option("Whether to add a replay of the first run's graph and durations on the virtual clock.")
+    ] = False
+    trace: Annotated[Path | str | None, Option("File to write all runs to as a single trace.")] = None
+    progress: Annotated[
+        Callable[[int, int], object] | None,
+        Option("Called with (replays done, all replays) while the difference is computed."),
+    ] = None
+
+
+@takes(CompareOptions)
+@interruptible()
+def compare_runs(given: CompareOptions) -> Comparison:
+    """Compare runs with the first run in `sources`.
 
     Raises:
         BadInput: there are fewer than two runs and no replay, a file is neither a trace nor a report, or a report is
             given where a trace is needed.
     """
-    if isinstance(sources, ComparedRun | Path | str):
+    sources, trace = given.sources, given.trace
+    if isinstance(sources, str) or not isinstance(sources, Sequence):
         sources = [sources]
     files = [given_path(source, "a run") for source in sources if not isinstance(source, ComparedRun)]
     require_outputs(Output("trace", trace), inputs=files)
-    runs = read_runs(sources, replayed=replayed)
+    runs = read_runs(sources, replayed=given.replayed)
     if trace is not None:
         shown = [TitledRun(run.title, *trace_of(run, "--trace shows")) for run in runs]
         write_side_by_side(trace, shown)
@@ -67,7 +80,7 @@ def compare_runs(
         rows=[
             _row(measure, runs) for measure in sorted(measures, key=lambda each: order.index(each.section))
         ],
-        difference=_difference(runs, progress or counted_in_cell("replaying")),
+        difference=_difference(runs, given.progress or counted_in_cell("replaying")),
     )
 
 

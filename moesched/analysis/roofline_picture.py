@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from moesched.analysis.hrm import first_turning_point
 from moesched.analysis.pictures import draw_picture
 from moesched.analysis.roofline import Computation, RooflineReport
+from moesched.errors import BadInput
+from moesched.system.plain_text import shown
 from moesched.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ def draw_roofline(report: RooflineReport, path: Path | str) -> None:
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
     """
+    if not isinstance(report, RooflineReport):
+        raise BadInput(f"report is {shown(report)}: give what roofline_of returns")
     draw_picture(partial(_draw, report), path)
 
 

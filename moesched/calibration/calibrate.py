@@ -16,9 +16,11 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import msgspec
 
@@ -38,12 +40,14 @@ from moesched.calibration.spread import spread
 from moesched.calibration.task_times import point, rounded
 from moesched.calibration.timing import Step, undisturbed
 from moesched.errors import BadInput, attach_report
+from moesched.keywords import takes
 from moesched.machines import COST_FORMAT, Contention, CostPoint, Machine
 from moesched.machines.local import calibrated_file, this_processor, unified_machine
 from moesched.machines.product_times import PRODUCT, RESIDENT_PRODUCT
 from moesched.machines.surfaces import Surface
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES
+from moesched.options import Option, Options
 from moesched.system.cache import cache_folder
 from moesched.system.cells import counted_in_cell
 from moesched.system.cores import usable_cores
@@ -57,23 +61,35 @@ Progress = Callable[[int, int], object]
 PROBE = "moesched.devices.torch.probe:TorchProbe"
 
 
-@interruptible()
-def calibrate_machine(
-    out: Path | str | None = None, progress: Progress | None = None, *, thorough: bool = False
-) -> Machine:
-    """Measure this machine and write its machine file. A calibration that is cut short leaves the old file.
+class CalibrationOptions(Options):
+    """The options of `calibrate_machine`."""
 
-    Args:
-        out: the file to write; by default the one that `--machine auto` reads.
-        progress: called with (steps done, steps in all).
-        thorough: whether to measure for three to four minutes instead of half a minute. A quick calibration scales
-            costs in float32 from those in bfloat16, and measures fewer points.
+    out: Annotated[
+        Path | str | None, Option("The file to write; by default the one that `--machine auto` reads.")
+    ] = field(default=None, kw_only=False)
+    progress: Annotated[Progress | None, Option("Called with (steps done, steps in all).")] = field(
+        default=None, kw_only=False
+    )
+    thorough: Annotated[
+        bool,
+        Option(
+            "Whether to measure for three to four minutes instead of half a minute. A quick calibration scales costs "
+            "in float32 from those in bfloat16, and measures fewer points."
+        ),
+    ] = False
+
+
+@takes(CalibrationOptions)
+@interruptible()
+def calibrate_machine(given: CalibrationOptions) -> Machine:
+    """Measure this machine and write its machine file. A calibration that is cut short leaves the old file.
 
     Raises:
         BadInput: the machine file cannot be written, or the disk has no room for the scratch file of timed reads.
     """
-    file = None if out is None else Path(out)
-    return calibrate_into(file, THOROUGH if thorough else QUICK, progress or counted_in_cell("calibrating"))
+    file = None if given.out is None else Path(given.out)
+    extent = THOROUGH if given.thorough else QUICK
+    return calibrate_into(file, extent, given.progress or counted_in_cell("calibrating"))
 
 
 def calibrate_into(file: Path | None, extent: CalibrationExtent, progress: Progress | None = None) -> Machine:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moesched.analysis.helps import Help
-from moesched.errors import MoeschedError, attach_report
+from moesched.errors import BadInput, MoeschedError, attach_report
 from moesched.planner.uncertainty import Figures
 from moesched.runs.listeners import KindMeter, kind_use
 from moesched.runs.outcome import (
@@ -31,6 +31,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
 from moesched.system.cores import CorePlan
 from moesched.system.input_file import given_path
+from moesched.system.plain_text import shown
 from moesched.system.whole_file import write_json
 from moesched.trace.summary import KindUse
 from moesched.units import format_token_rate
@@ -223,7 +224,10 @@ def write_report(path: Path | str, report: JobReport) -> None:
     Raises:
         BadInput: the file cannot be written; no partial file is left.
     """
-    write_json(given_path(path, "a report"), "report", report.as_dict())
+    path = given_path(path, "a report")
+    if not isinstance(report, JobReport):
+        raise BadInput(f"report is {shown(report)}: give the report of a run or of a prediction")
+    write_json(path, "report", report.as_dict())
 
 
 def require_complete(report: JobReport) -> None:

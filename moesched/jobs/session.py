@@ -25,6 +25,7 @@ from moesched.jobs.trace_file import require_outputs_apart
 from moesched.keywords import takes
 from moesched.models.checkpoint import Checkpoint
 from moesched.options import part_of
+from moesched.plugins import found_here
 from moesched.requests.sampling import Sampling
 from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import Listener
@@ -32,6 +33,7 @@ from moesched.runs.ranks import Devices, open_devices
 from moesched.system.input_file import absolute_path
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
 from moesched.system.own_loop import interruptible
+from moesched.system.signals import signals_held
 
 
 class Session:
@@ -46,10 +48,13 @@ class Session:
         """Open a model's files.
 
         Raises:
-            BadInput: the files are no model's.
+            BadInput: the files are no model's, or a policy or device that is named by module or file is not there.
         """
         model = absolute_path(Path(given.model))  # calls may come from another folder
-        self._given = replace(given, model=model, machine=absolute_machine(given.machine))
+        with signals_held():
+            device = found_here("devices", given.device)
+        policy, machine = found_here("policies", given.policy), absolute_machine(given.machine)
+        self._given = replace(given, model=model, machine=machine, policy=policy, device=device)
         self._checkpoint, self._tokenizer = open_model(model)
         self._opened: _Opened | None = None
         self._resources = ExitStack()

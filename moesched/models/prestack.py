@@ -7,10 +7,12 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, get_args
 
 from moesched.errors import BadInput
+from moesched.keywords import takes
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from moesched.models.contents import by_stored_name, without_prefix
 from moesched.models.gguf.parts import is_gguf
@@ -21,9 +23,11 @@ from moesched.models.reading import require_plain_layers
 from moesched.models.shards import INDEX_NAME, read_shards
 from moesched.models.stored_formats import StoredFormat
 from moesched.models.tensor_shapes import Shape
+from moesched.options import Option, Options
 from moesched.system.cells import counted_in_cell
 from moesched.system.new_folder import new_folder, reserve, write_at
 from moesched.system.own_loop import interruptible
+from moesched.system.plain_text import shown
 from moesched.system.whole_file import write_json
 
 COPIED_BYTES = 8 << 20
@@ -73,30 +77,42 @@ class _Array(NamedTuple):
         return sum(piece.nbytes for piece in self.pieces)
 
 
+class PrestackOptions(Options):
+    """The options of `prestack_model`."""
+
+    model: Annotated[
+        Path | str, Option("Folder of the checkpoint, which may be prestacked the other way.")
+    ] = field(kw_only=False)
+    directory: Annotated[Path | str, Option("The folder to make.")] = field(kw_only=False)
+    by: Annotated[
+        StackedBy,
+        Option(
+            "`expert` writes one array per expert, with its matrices of all layers, for nodes that have whole experts: "
+            "they need only their files, and the `.header` files of the others; `layer` writes one array per matrix of "
+            "a layer, with all experts, for MLX's `gather_mm`."
+        ),
+    ] = "expert"
+    progress: Annotated[Progress | None, Option("Called with the bytes written and the total.")] = None
+
+
+@takes(PrestackOptions)
 @interruptible()
-def prestack_model(
-    model: Path | str, directory: Path | str, *, by: StackedBy = "expert", progress: Progress | None = None
-) -> Prestacked:
+def prestack_model(given: PrestackOptions) -> Prestacked:
     """Copy a checkpoint, with the weights of its experts stacked into large arrays.
 
     The copy opens like any other checkpoint and generates the same tokens. At most 8 MiB are in memory at a time.
-
-    Args:
-        model: folder of the checkpoint, which may be prestacked the other way.
-        directory: the folder to make.
-        by: `expert` writes one array per expert, with its matrices of all layers, for nodes that have whole experts:
-            they need only their files, and the `.header` files of the others;
-            `layer` writes one array per matrix of a layer, with all experts, for MLX's `gather_mm`.
-        progress: called with the bytes written and the total.
 
     Raises:
         BadInput: the checkpoint cannot be opened or has no experts, `directory` is in use, or the disk is full.
             No files are left behind.
     """
+    model, by = given.model, given.by
+    if by not in get_args(StackedBy):
+        raise BadInput(f"by is {shown(by)}: give one of {', '.join(get_args(StackedBy))}")
     if is_gguf(Path(model)):
         raise BadInput(f"{model} is a GGUF file, which has its experts stacked: run it as it is")
-    checkpoint, target = open_checkpoint(model), Path(directory)
-    progress = progress or counted_in_cell("writing weights")
+    checkpoint, target = open_checkpoint(model), Path(given.directory)
+    progress = given.progress or counted_in_cell("writing weights")
     if checkpoint.config.routed.experts == 1:
         raise BadInput(f"{model} is a dense model and has no experts to stack; run it as it is")
     require_plain_layers(checkpoint.config, "--device mlx, for which experts are stacked,")

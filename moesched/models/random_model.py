@@ -9,16 +9,18 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
+from moesched.keywords import takes
 from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_LAYERS
@@ -33,10 +35,12 @@ from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
 from moesched.models.stored_formats import STORED_FORMATS
 from moesched.models.written_tensor import WrittenTensor
+from moesched.options import Option, Options
 from moesched.system.cells import counted_in_cell
 from moesched.system.near_names import with_nearest
 from moesched.system.new_folder import new_file, new_folder, reserve, write_at
 from moesched.system.own_loop import interruptible
+from moesched.system.plain_text import shown
 from moesched.system.whole_file import write_json
 
 Progress = Callable[[int, int], object]
@@ -54,36 +58,49 @@ class _Shard(NamedTuple):
     nbytes: int
 
 
+class RandomModelOptions(Options):
+    """The options of `write_random_model`."""
+
+    shape: Annotated[ModelConfig | str, Option("A name of `moesched list models`, or any ModelConfig.")] = (
+        field(kw_only=False)
+    )
+    directory: Annotated[Path | str, Option("A folder to make, or a file whose name ends in .gguf.")] = field(
+        kw_only=False
+    )
+    seed: Annotated[int, Option("Seed of the weights.")] = field(default=0, kw_only=False)
+    layers: Annotated[int | None, Option("Number of layers. By default that of the shape.")] = field(
+        default=None, kw_only=False
+    )
+    dtype: Annotated[str, Option("Number format to store.")] = field(default="bfloat16", kw_only=False)
+    shard_bytes: Annotated[
+        int, Option("The largest number of bytes of tensors in a file, unless a single tensor is larger.")
+    ] = field(default=5_000_000_000, kw_only=False)
+    progress: Annotated[
+        Progress | None, Option("Called with the bytes written and the total, in the calling thread.")
+    ] = field(default=None, kw_only=False)
+    stored_as: Annotated[
+        str | None,
+        Option(
+            "A coded format for all matrices that can have it, or a mix of such formats; norms and routers are then in "
+            "float32. By default all weights are in the dtype."
+        ),
+    ] = field(default=None, kw_only=False)
+
+
+@takes(RandomModelOptions)
 @interruptible()
-def write_random_model(
-    shape: ModelConfig | str,
-    directory: Path | str,
-    seed: int = 0,
-    layers: int | None = None,
-    dtype: str = "bfloat16",
-    shard_bytes: int = 5_000_000_000,
-    progress: Progress | None = None,
-    stored_as: str | None = None,
-) -> Path:
+def write_random_model(given: RandomModelOptions) -> Path:
     """Write a random-weight model and return its path.
 
     The values of a tensor depend only on the seed, its name and its format: weights are normal with standard deviation
     0.02, norms are 1. The directory or file is created atomically.
 
-    Args:
-        directory: a folder to make, or a file whose name ends in .gguf.
-        shape: a name from `SHAPES`, or any ModelConfig.
-        layers: overrides the number of layers of the shape.
-        shard_bytes: the largest number of bytes of tensors in a file, unless a single tensor is larger.
-        progress: called with the bytes written and the total, in the calling thread.
-        stored_as: a coded format for all matrices that can have it, or a mix of such formats; norms and routers are
-            then in float32. By default all weights are in the dtype.
-
     Raises:
         BadInput: the shape, dtype or format is unknown, files of the family cannot describe such layers or factors, the
             directory is in use, or the disk has too little space.
     """
-    config, target = _resolve(shape, layers, dtype), Path(directory)
+    config, target = _resolve(given.shape, given.layers, given.dtype), Path(given.directory)
+    seed, stored_as = given.seed, given.stored_as
     is_gguf = target.suffix.lower() == SUFFIX
     if is_gguf:
         if gguf_files(target) != [target]:
@@ -91,7 +108,7 @@ def write_random_model(
         config = as_in_gguf(config)
     if stored_as is not None:
         config = coded_as(config, stored_as)
-    progress = progress or counted_in_cell("writing weights")
+    progress = given.progress or counted_in_cell("writing weights")
     if is_gguf:
         _write_gguf(target, config, seed, progress)
         return target
@@ -99,7 +116,7 @@ def write_random_model(
     with new_folder(target, nbytes, "ask for fewer layers") as folder:
         write_json(folder / "config.json", "config", published_config(config))
         _require_described(config, folder, "config.json")
-        shards = _plan_shards(config, shard_bytes)
+        shards = _plan_shards(config, given.shard_bytes)
         _write_shards(folder, shards, seed, progress)
         write_json(folder / INDEX_NAME, "index", _index(shards))
     return target
@@ -156,11 +173,11 @@ def _write_gguf(target: Path, config: ModelConfig, seed: int, progress: Progress
 
 
 def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelConfig:
-    if isinstance(shape, str):
-        if shape not in SHAPES:
+    if not isinstance(shape, ModelConfig):
+        if not isinstance(shape, str) or shape not in SHAPES:
             known = sorted(name for name, config in SHAPES.items() if runs(config))
-            remedy = with_nearest(shape, known, f"choose one of {', '.join(known)}")
-            raise BadInput(f"unknown model shape {shape!r}: {remedy}")
+            remedy = with_nearest(str(shape), known, f"choose one of {', '.join(known)}")
+            raise BadInput(f"unknown model shape {shown(shape)}: {remedy}")
         shape = replace(SHAPES[shape], format=None)
         require_runs(shape)
     if dtype not in DTYPES:

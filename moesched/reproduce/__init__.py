@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import field
+from typing import Annotated
 
 from moesched.errors import BadInput
+from moesched.keywords import takes
+from moesched.options import Option, Options
 from moesched.reproduce.mac_cluster.paper import mac_paper
 from moesched.reproduce.mac_cluster.reproduction import mac_cluster_made
 from moesched.reproduce.moe_lightning.paper import moe_lightning
@@ -16,6 +20,7 @@ from moesched.reproduce.twiddler.paper import twiddler_paper
 from moesched.reproduce.twiddler.reproduction import twiddler_made
 from moesched.system.near_names import with_nearest
 from moesched.system.own_loop import interruptible
+from moesched.system.plain_text import shown
 
 __all__ = ["PAPERS", "PRINTED", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce_paper"]
 
@@ -31,25 +36,32 @@ SECTIONS = {name: tuple(paper.sections) for name, paper in PRINTED.items()}
 PAPERS = tuple(SECTIONS)
 
 
-@interruptible()
-def reproduce_paper(
-    paper: str, only: Sequence[str] = (), on_progress: Callable[[str], None] = lambda what: None
-) -> Reproduction:
-    """Compare a paper's figures with our predictions; needs no weights and no GPU.
+class ReproduceOptions(Options):
+    """The options of `reproduce_paper`."""
 
-    Args:
-        paper: one of `PAPERS`.
-        only: names of sections, from the paper's `SECTIONS`; by default all.
-        on_progress: called with a description of each prediction.
+    paper: Annotated[str, Option("One of `PAPERS`.")] = field(kw_only=False)
+    only: Annotated[
+        Sequence[str], Option("Names of sections, from the paper's `SECTIONS`; by default all.")
+    ] = field(default=(), kw_only=False)
+    on_progress: Annotated[Callable[[str], None], Option("Called with a description of each prediction.")] = (
+        field(default=lambda what: None, kw_only=False)
+    )
+
+
+@takes(ReproduceOptions)
+@interruptible()
+def reproduce_paper(given: ReproduceOptions) -> Reproduction:
+    """Compare a paper's figures with our predictions; needs no weights and no GPU.
 
     Raises:
         BadInput: there is no such paper or section.
     """
+    paper, only = given.paper, given.only
     _require(paper, PAPERS, "paper")
     for section in only:
         _require(section, SECTIONS[paper], "section")
     started = time.perf_counter()
-    with _MAKE[paper](on_progress) as made:
+    with _MAKE[paper](given.on_progress) as made:
         sections = [made.sections[name]() for name in SECTIONS[paper] if not only or name in only]
         accuracies = made.accuracies()
         calibration = made.calibration()
@@ -67,5 +79,5 @@ def reproduce_paper(
 
 def _require(name: str, known: Sequence[str], kind: str) -> None:
     if name not in known:
-        remedy = with_nearest(name, known, f"name one of {', '.join(known)}")
-        raise BadInput(f"no {kind} {name!r}: {remedy}")
+        remedy = with_nearest(str(name), known, f"name one of {', '.join(known)}")
+        raise BadInput(f"no {kind} {shown(name)}: {remedy}")

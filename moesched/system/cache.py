@@ -7,15 +7,20 @@ import os
 from pathlib import Path
 
 from moesched.errors import BadInput
+from moesched.system.plain_text import shown
 
 
 def cache_folder() -> Path:
     """Return the cache folder: `$MOESCHED_CACHE`, or by default `moesched` in the user's cache. It may not exist yet.
 
     Raises:
-        BadInput: the folder's name is too long for the file system.
+        BadInput: the path is relative, and would move with the current folder, or its name is too long for the file
+            system.
     """
-    folder = Path(os.environ.get("MOESCHED_CACHE") or _users_cache() / "moesched")
+    given = os.environ.get("MOESCHED_CACHE")
+    folder = Path(given or _users_cache() / "moesched")
+    if given and not folder.is_absolute():
+        raise BadInput(f"MOESCHED_CACHE is {shown(given)}, no absolute path: give one that begins with /")
     try:
         folder.stat()
     except OSError as error:
