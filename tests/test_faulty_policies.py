@@ -189,9 +189,10 @@ def test_a_file_that_cannot_be_imported_is_told_at_its_line(
     refused(told, rf"policy 'mine.py:Mine' cannot be loaded \(\S*mine\.py:{line}\): {said}")
 
 
-def test_compiled_code_of_a_library_is_no_policys() -> None:
+@pytest.mark.parametrize("file", ["uvloop/loop.pyx", "zmq/backend/cython/_zmq.py"])
+def test_compiled_code_of_a_library_is_no_policys(file: str) -> None:
     compiled: dict[str, Any] = {}
-    exec(compile("def call(): return 1 / 0", "uvloop/loop.pyx", "exec"), compiled)
+    exec(compile("def call(): return 1 / 0", file, "exec"), compiled)
     with pytest.raises(ZeroDivisionError) as raised:
         compiled["call"]()
     assert policy_line(raised.value).startswith(f"{__file__}:")
