@@ -48,8 +48,11 @@ def parse_rate(text: str) -> float:
     Raises:
         BadInput: the text is not a rate, or not more than 0.
     """
-    size = text.strip().removesuffix("/s")
-    return _positive(parse_bytes(size), text, "a rate", "24GB/s")
+    try:
+        rate = parse_bytes(text.strip().removesuffix("/s"))
+    except BadInput:
+        rate = 0
+    return _positive(rate, text, "a rate", "24GB/s")
 
 
 def parse_flops(text: str) -> float:

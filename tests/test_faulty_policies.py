@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,20 @@ def test_a_run_tells_a_mistake_at_its_line_too(
     assert not Path("trace.json").exists()
 
 
+@pytest.mark.parametrize("name", ["SleepsInThePrefill", "WaitsForAnEventInThePrefill", "FailsInALaterStep"])
+def test_a_prediction_that_could_be_replayed_tells_a_mistake_and_has_a_report(
+    command: Any, simulated: list[Any], name: str
+) -> None:
+    faulty = next(each for each in faulty_policies() if each.name == name)
+    sizes = ("--batch-size", 2, "--micro-batch-size", 1, "--gen", 4)
+    large = ("simulate", "--model", "mixtral-8x7b", "--machine", "t4", "--workload", "mtbench", *sizes)
+    said = command(*large, "--policy", faulty.policy, "--report", "report.json")
+    assert said.code == 1
+    assert re.match(rf"moesched: .*schedules\.py:{faulty.line}\b.*: {re.escape(faulty.said)}", said.err)
+    failure = json.loads(Path("report.json").read_text())["failure"]
+    assert failure.startswith(faulty.said.partition(": ")[2])
+
+
 def test_a_mistake_deep_within_shows_the_policys_own_frames(
     command: Any, no_text: Path, simulated: list[Any]
 ) -> None:
@@ -117,6 +132,21 @@ def test_a_mistake_deep_within_shows_the_policys_own_frames(
         "first: self.second(step.layers)",
         "second: return layers[99]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ForgetsToAwaitTheRoutersItems", "await the handle that a verb returns"),
+        ("CallsAVerbInThePlan", "a plan has no verbs: call them in prefill and decode"),
+    ],
+)
+def test_a_hint_is_the_only_guess(
+    command: Any, no_text: Path, simulated: list[Any], name: str, hint: str
+) -> None:
+    said = command(*simulated, "--model", no_text, "--policy", faulty_policy(name))
+    assert said.err.endswith(f"  hint: {hint}\n")
+    assert "did you mean" not in said.err
 
 
 def test_each_error_of_a_group_is_told_at_its_line(command: Any, no_text: Path, simulated: list[Any]) -> None:
@@ -159,9 +189,10 @@ def test_a_file_that_cannot_be_imported_is_told_at_its_line(
     refused(told, rf"policy 'mine.py:Mine' cannot be loaded \(\S*mine\.py:{line}\): {said}")
 
 
-def test_compiled_code_of_a_library_is_no_policys() -> None:
+@pytest.mark.parametrize("file", ["uvloop/loop.pyx", "zmq/backend/cython/_zmq.py"])
+def test_compiled_code_of_a_library_is_no_policys(file: str) -> None:
     compiled: dict[str, Any] = {}
-    exec(compile("def call(): return 1 / 0", "uvloop/loop.pyx", "exec"), compiled)
+    exec(compile("def call(): return 1 / 0", file, "exec"), compiled)
     with pytest.raises(ZeroDivisionError) as raised:
         compiled["call"]()
     assert policy_line(raised.value).startswith(f"{__file__}:")

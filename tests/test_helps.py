@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from commands import EXPLAINED
 from moesched.analysis.explanation import explain
-from moesched.analysis.helps import LEAST_SAVED, MOST_HELPS
+from moesched.analysis.helps import LEAST_SAVED, MOST_HELPS, Help
 from moesched.analysis.what_if import what_if
+from moesched.jobs.explained import explained
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
 from moesched.trace import About, FirstSteps, Recorder, Recording
-from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
+from runs import FORTY_PERCENT, make_plan, predicted, realtime_run, virtual_run
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
@@ -90,6 +92,21 @@ def test_simulate_names_a_much_faster_policy_with_sizes_that_give_its_rate(comma
     fast = command(*job, *faster["command"].removeprefix("simulate ... ").split()).json
     saved = 1 - slow["throughput_tokens_per_second"] / fast["throughput_tokens_per_second"]
     assert saved == pytest.approx(faster["saved"], abs=0.1)
+
+
+def test_no_other_policy_is_looked_for_after_a_run_that_ended_early() -> None:
+    report, recording = predicted("resident"), virtual_run("resident").recording
+    looked: list[None] = []
+
+    def look() -> list[Help]:
+        looked.append(None)
+        return []
+
+    for early in (replace(report, failure="no room"), replace(report, interrupted=True)):
+        assert explained(early, recording, ABOUT, look) == (early, None)
+    assert not looked
+    assert explained(report, recording, ABOUT, look)[1] is not None
+    assert looked
 
 
 def test_run_and_simulate_show_the_bottleneck_and_what_would_help(

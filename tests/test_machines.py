@@ -16,6 +16,7 @@ from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.machines import AcceleratorGroup, Interconnect, load_machine, machine_names, parse_machine
 from moesched.machines.changes import changed
+from moesched.machines.cost import cost_model
 from moesched.machines.networks import NETWORK, Network, load_network, network_names
 from moesched.machines.profiles import COST_FORMAT
 from moesched.machines.roofline import Roofline
@@ -111,6 +112,8 @@ def test_a_rate_that_a_processor_has_not_is_named() -> None:
         BadInput, match="machine t4: processor gpu has no rate for bfloat16: add it to its flops"
     ):
         Roofline(machine, "bfloat16").work(Work("expert", "gpu", flops=1.0))
+    with pytest.raises(BadInput, match="processor gpu has no rate for bfloat16"):
+        cost_model(machine, "bfloat16")
 
 
 BROKEN = table("broken_files.md", "Machines")  # fmt: skip

@@ -53,7 +53,7 @@ def test_a_sweep_runs_each_point_once_and_goes_on_after_a_line_that_was_cut_off(
     out.write_bytes(out.read_bytes()[:-100])
     again = command(*wanted[:-3])
     assert "4 of 4 points done, 3 of them from earlier" in again.out
-    assert (again.code, "1 points failed" in again.out) == (1, True)
+    assert (again.code, "1 point failed" in again.out) == (1, True)
     assert lines_in(out) == lines
 
 

@@ -258,7 +258,8 @@ def _print_result(given: SweepArguments, out: Path, result: SweepResult) -> None
     failures = {line.inputs["policy"]: line for line in reversed(result.failures)}
     if not failures:
         return
-    say(f"\n{len(result.failures):,} points failed; the first reasons by policy:")
+    count = len(result.failures)
+    say(f"\n{count:,} point{'s' if count > 1 else ''} failed; the first reasons by policy:")
     for line in list(reversed(failures.values()))[:SHOWN_FAILURES]:
         say(f"  {_reason(line)}")
     if len(failures) > SHOWN_FAILURES:

@@ -39,6 +39,7 @@ from moesched.errors import BadInput, MoeschedError, PolicyError, RankLost, Tran
 from moesched.inputs.defaults import JOIN_SECONDS
 from moesched.inputs.options import SizeOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.runs.policy_errors import explained, is_policys
 
 STAND_BY_SECONDS = 0.25
 """Seconds between calls that keep weights in memory: Metal releases memory idle for over 0.5 s (RACS'24, Finding 2)."""
@@ -143,7 +144,7 @@ class _Node:
         try:
             act()
         except (BadInput, PolicyError) as error:
-            failed("input", error)
+            failed("input", _told(error))
             raise
         except TransportError as error:
             kind: FailureKind = "stopped" if self._is_stopped else "lost"
@@ -152,7 +153,7 @@ class _Node:
             failed("other", error)
             raise
         except Exception as error:
-            failed("other", MoeschedError(f"{type(error).__name__}: {error}"))
+            failed("other", _told(error))
             raise
 
     def _prepare(self, job: NodeJob, order: Order) -> None:
@@ -230,3 +231,10 @@ class _Node:
         timer.daemon = True
         timer.start()
         self._exchanges.stop(ALL_EPOCHS, "the run is over")
+
+
+def _told(error: Exception) -> MoeschedError:
+    """Return the error that the launcher is told of: of a policy's error, one that names its line."""
+    if is_policys(error):
+        return MoeschedError(explained(error)[0])
+    return error if isinstance(error, MoeschedError) else MoeschedError(f"{type(error).__name__}: {error}")

@@ -77,7 +77,9 @@ def keep_dense(plan: Plan) -> None:
 def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -> frozenset[Expert]:
     """Keep the first experts of `order` on the accelerator, as many as fit; return those kept.
 
-    most: the largest number of experts to keep; None for no limit.
+    Args:
+        order: experts, each as (layer, number).
+        most: the largest number of experts to keep; None for no limit.
     """
     left = plan.free("accelerator")
     resident: list[Expert] = []

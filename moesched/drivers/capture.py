@@ -32,7 +32,8 @@ Price = Callable[[Work], int]
 class NotFixed(MoeschedError):
     """Raised if the graphs of a policy's steps may differ, so that a few captured steps cannot stand for all.
 
-    The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule or state of its own.
+    The policy awaited a handle, looked at the time, cancelled a task, has an eviction rule or state of its own, or
+    failed.
     """
 
 
@@ -202,7 +203,7 @@ def capture(run_state: RunState, policy: Policy) -> list[StepGraph]:
 
     Raises:
         NotFixed: the policy's steps may differ: it awaited a handle, has an eviction rule, or declares a state of its
-            own.
+            own; or it failed.
     """
     engine, pools = run_state.engine, run_state.plan.weights.pools
     assert isinstance(engine, CapturingEngine)
@@ -215,8 +216,11 @@ def capture(run_state: RunState, policy: Policy) -> list[StepGraph]:
     def submit(index: int) -> StepGraph:
         nonlocal numbered
         step = NumberedStep(run_state, index, last=index == count - 1)
-        _run_through(scheduled(policy, step))
-        step.close()
+        try:
+            _run_through(scheduled(policy, step))
+            step.close()
+        except Exception as error:
+            raise NotFixed from error  # a run that is not replayed fails likewise, and has a report
         numbered = step.asked
         return StepGraph(engine.take(), engine.lanes, edges, run_state.works.kind_of)
 

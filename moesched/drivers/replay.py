@@ -158,7 +158,7 @@ def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Replayed
     """Capture a run, and replay it with durations from `cost`.
 
     Raises:
-        NotFixed: the policy awaited a handle.
+        NotFixed: the policy awaited a handle, or failed.
     """
     with no_garbage_collection():
         return _play(capture(run_state, policy), run_state, lambda work: nanoseconds(work, cost))
@@ -168,7 +168,7 @@ class CapturedRun:
     """A run that is captured once, and can be replayed with several cost models.
 
     Raises:
-        NotFixed: the policy awaited a handle.
+        NotFixed: the policy awaited a handle, or failed.
     """
 
     def __init__(self, run_state: RunState, policy: Policy) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ from moesched.trace.recording import About, Recording
 
 
 def explained(
-    report: JobReport, recording: Recording, about: About, others: Iterable[Help] = ()
+    report: JobReport, recording: Recording, about: About, others: Callable[[], Iterable[Help]] = tuple
 ) -> tuple[JobReport, Explanation | None]:
     """Return a batch's report with its bottleneck and the changes that would help most, and the explanation.
 
@@ -22,12 +22,12 @@ def explained(
 
     Args:
         about: the recording's metadata: policy, model, machine, and kind of figures.
-        others: further changes that would help, found otherwise than by replays of the recording.
+        others: a function that finds further changes which would help, otherwise than by replays of the recording.
     """
     if report.interrupted or report.failure is not None or not recording.slices:
         return report, None
     explanation = explain(recording, about, decode_steps=len(report.step_seconds) - 1)
-    explanation = replace(explanation, helps=best_helps([*explanation.helps, *others]))
+    explanation = replace(explanation, helps=best_helps([*explanation.helps, *others()]))
     found, said = explanation.bottleneck, None
     if found is not None:
         more = sum(report.step_seconds) / explanation.seconds  # fewer steps may have been recorded

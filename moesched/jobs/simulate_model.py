@@ -214,8 +214,8 @@ def _simulate(
         recording, explanation = recorder.recording(), None
         if explains:
             drawn = isinstance(routing, SeededRouting)
-            more = _another_policy(finished, job, batch) if drawn else []
-            finished, explanation = explained(finished, recording, about_of(finished), more)
+            others = partial(_another_policy, finished, job, batch) if drawn else tuple
+            finished, explanation = explained(finished, recording, about_of(finished), others)
         write_recording(files, recording, finished, listener, roofs=roofs, explanation=explanation)
     ending.raise_error(finished)
     return finished

@@ -102,7 +102,10 @@ def _new(old: Any, value: str, parse: Callable[[str], float], change: str) -> An
     """
     factor = FACTOR.fullmatch(value)
     if factor is None:
-        new = parse(value)
+        try:
+            new = parse(value)
+        except BadInput as error:
+            raise BadInput(f"{change!r}: {error}") from None
         return dict.fromkeys(old, new) if isinstance(old, dict) else new
     times = float(factor[1])
     if not times:

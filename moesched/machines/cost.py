@@ -20,8 +20,12 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
     Args:
         dtype: dtype that the model computes in.
         levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
+
+    Raises:
+        BadInput: the accelerator has neither measured costs nor a rate in this dtype.
     """
     if not machine.cost_table:
+        machine.peak(machine.roles.accelerator, dtype)  # refused before a run begins, not at its first task
         return Roofline(machine, dtype, levels)
     measured = Calibrated if machine.unified else GpuCosts
     return measured(machine, dtype, levels)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from moesched.errors import MoeschedError, PolicyError, TaskCancelled
 from moesched.system.source_lines import is_a_librarys, is_ours, is_pythons
+from moesched.tasks import Task
 
 MOST_FRAMES = 4
 """Largest number of frames that are shown of a deep stack: the innermost ones."""
@@ -28,6 +29,7 @@ _CALLERS_OF_POLICIES = (
 _TASKS = ("Kernel", "HostKernel", "PageTransfer", "Decision", "Preview", "Collective", "Task")
 _HINTS = (
     (rf"^AttributeError: '({'|'.join(_TASKS)})'", "await the handle that a verb returns"),
+    (r"^AttributeError: 'Plan' object has no attribute '\w+'$", "a plan has no verbs: call them in prefill and decode"),
     (r"^TypeError: object NoneType can't be used in 'await'", "define with `async def` what is awaited there"),
     (r"^TypeError: object \w+ can't be used in 'await'", "await one handle at a time, and only what a verb returned"),
     (r"\.(plan|prefill|decode)\(\) ", "the methods are plan(self, plan), prefill(self, step) and decode(self, step)"),
@@ -123,13 +125,12 @@ def _has_other_arguments(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """Return the error's type and text; for an unknown attribute also a similar name."""
+    """Return the error's type and text; for an unknown attribute also a similar name, but of no handle: await that."""
     meant = ""
     error = _sole(error)
-    if isinstance(error, AttributeError) and error.name:
-        meant = "".join(
-            f": did you mean {each!r}?" for each in get_close_matches(error.name, dir(error.obj), 1)
-        )
+    if isinstance(error, AttributeError) and error.name and not isinstance(error.obj, Task):
+        public = [name for name in dir(error.obj) if not name.startswith("_")]
+        meant = "".join(f": did you mean {each!r}?" for each in get_close_matches(error.name, public, 1))
     return f"{type(error).__name__}: {error}{meant}"
 
 

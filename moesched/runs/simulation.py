@@ -55,7 +55,8 @@ def simulate(
 
     Raises:
         BadInput: `replay` is set, and durations depend on concurrent tasks or on the routing.
-        NotFixed: `replay` is set, and the policy awaits a handle. The plan cannot be run again: make a new one.
+        NotFixed: `replay` is set, and the policy awaits a handle, or fails. The plan cannot be run again: make a
+            new one.
     """
     started = time.perf_counter()
     ranks = [Rank(plan, policy), *peers]

@@ -155,7 +155,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
                 last = f", where {batch.last.line} left it" if batch.last is not None else ""
                 raise OutOfOrder(
                     f"{self.kind} step {self._number} ended before mb{batch.index} was sampled: "
-                    f"it is at {self._where(batch)}{last}"
+                    f"it is at {self._where(batch)}{last}{self._next_verbs(batch)}"
                 )
             if batch.ends or batch.served is not None:
                 samples.append((batch.ends, batch.last))

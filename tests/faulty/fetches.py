@@ -24,6 +24,15 @@ class BringsNumbers(Streams):
         step.fetch([i], self.pool)  #! PolicyError: fetch: 0 is no page
 
 
+class BringsMoreThanFits(Streams):
+    def plan(self, plan):
+        super().plan(plan)
+        self.pool = plan.pool("accelerator", "small", 2, plan.layout.pages)
+
+    def bring(self, step, i):
+        step.fetch(step.pages(i), self.pool)  #! OverBudget: fetch: 5 pages do not fit pool small of 2 slots: move fewer at once
+
+
 class BringsOnePage(Streams):
     def bring(self, step, i):
         step.fetch(step.pages(i)[0], self.pool)  #! PolicyError: fetch: give a list of pages
@@ -91,7 +100,7 @@ class AwaitsWhatItCancelled(Streams):
 
 class EvictsWhatIsNotThere(Streams):
     def bring(self, step, i):
-        step.evict(step.pages(i), self.pool)  #! NotResident: evict: page L0 dense #0 is not in pool layers
+        step.evict(step.pages(i), self.pool)  #! NotResident: evict: page L0 dense #0 is not in pool layers: evict it once, while it is there
 
 
 class EvictsWhatStays(Streams):

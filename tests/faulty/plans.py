@@ -106,6 +106,11 @@ class PlansWithoutThePlan(Streams):
         pass
 
 
+class CallsAVerbInThePlan(Streams):
+    def plan(self, plan):
+        plan.embed(0)  #! AttributeError: 'Plan' object has no attribute 'embed'
+
+
 class StumblesInThePlan(Streams):
     def plan(self, plan):
         super().plan(plan)

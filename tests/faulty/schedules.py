@@ -60,6 +60,23 @@ class Sleeps(Streams):
         await asyncio.sleep(0)  #! PolicyError: a policy may await the handles of its tasks only
 
 
+class SleepsInThePrefill(Streams):
+    async def prefill(self, step):
+        await asyncio.sleep(1)  #! PolicyError: a policy may await the handles of its tasks only
+
+
+class WaitsForAnEventInThePrefill(Streams):
+    async def prefill(self, step):
+        await asyncio.Event().wait()  #! PolicyError: a policy may await the handles of its tasks only
+
+
+class FailsInALaterStep(Streams):
+    async def decode(self, step):
+        if step.index == 2:
+            raise ValueError("no table")  #! ValueError: no table
+        await self.prefill(step)
+
+
 class WaitsForAQueue(Streams):
     async def decode(self, step):
         await asyncio.Queue().get()  #! PolicyError: a policy may await the handles of its tasks only
@@ -151,12 +168,12 @@ class OmitsAttention(Streams):
         if i == 0:
             step.embed(j)
         step.pre_attention(i, j)
-        step.post_attention(i, j)  #! OutOfOrder: post_attention(L0, mb0) needs mb0 at
+        step.post_attention(i, j)  #! OutOfOrder: post_attention(L0, mb0) needs mb0 at step 0 L0 attended, but it is at step 0 L0 qkv: attention(0, 0) or offload_qkv(0, 0) comes next
 
 
 class OmitsEmbed(Streams):
     async def layer(self, step, i, j):
-        step.pre_attention(i, j)  #! OutOfOrder: pre_attention(L0, mb0) needs mb0 at
+        step.pre_attention(i, j)  #! OutOfOrder: pre_attention(L0, mb0) needs mb0 at step 0 L0 input, but it is at the start: embed(0) comes next
         step.attention(i, j)
         step.post_attention(i, j)
 

@@ -322,11 +322,27 @@ class Verbs(StepFacts):
             needs += " or earlier in the step"
         elif verb.when == "earlier":
             needs = f"step {self._number} routed in a layer before L{layer}"
+        remedy = self._next_verbs(batch)
         if self._swapped(verb, layer, batch.index):
-            needs += f" (the layer comes first: {verb.name}({batch.index}, {layer}) would be in order)"
+            remedy = f": the layer comes first: {verb.name}({batch.index}, {layer}) would be in order"
         return OutOfOrder(
-            f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
+            f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}{remedy}"
         )
+
+    def _next_verbs(self, batch: MicroBatch) -> str:
+        """Return the verbs that take a micro-batch on from where it is, as the end of a message; empty if none may."""
+        if batch.kv.unsaved >= 0:  # `_where` names the remedy
+            return ""
+        layer = batch.progress // STRIDE
+        in_layer = f"({layer}, {batch.index})"
+        calls = [
+            verb.name + (in_layer if verb.in_layer else f"({batch.index})")
+            for verb in VERBS
+            if verb.moves
+            and (layer in self.layers or not verb.in_layer)
+            and self._needed[verb.number] + (layer if verb.in_layer else -1) * STRIDE == batch.progress
+        ]
+        return f": {' or '.join(calls)} comes next" if calls else ""
 
 
 def _submit_kernels(

@@ -12,6 +12,7 @@ from moesched.steps.memory import Pool, held_slot, held_slots, note_use, slots_o
 from moesched.steps.model_pages import describe, require_list, require_pages
 from moesched.steps.pool_counts import FETCHED, SPECULATED
 from moesched.steps.verbs.base import Verbs, too_many
+from moesched.system.plain_text import shown
 from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
 
 
@@ -90,7 +91,9 @@ class PageVerbs(Verbs):
         for page in pages:
             slot = held_slot(page, pool)
             if slot is None:
-                raise NotResident(f"evict: page {describe(page)} is not in pool {pool.name}")
+                raise NotResident(
+                    f"evict: page {describe(page)} is not in pool {pool.name}: evict it once, while it is there"
+                )
             if slot.fixed:
                 raise PolicyError(
                     f"evict: page {describe(page)} is kept for the whole run: keep fewer in the plan"
@@ -128,7 +131,7 @@ class PageVerbs(Verbs):
                 )
             self._own_pools.add(pool)
         except (AttributeError, TypeError):
-            raise PolicyError(f"{verb}: {pool!r} is no pool: give what plan.pool returned") from None
+            raise PolicyError(f"{verb}: {shown(pool)} is no pool: give what plan.pool returned") from None
 
     def _transfer(
         self,
@@ -160,7 +163,10 @@ class PageVerbs(Verbs):
         reads = () if source is None else held_slots(verb, pages, source)
         if count > 1 and count > len(slots_of(pool)):
             room = len(slots_of(pool))
-            raise OverBudget(f"{verb}: {count} pages do not fit pool {pool.name} of {room} slots")
+            raise OverBudget(
+                f"{verb}: {count} pages do not fit pool {pool.name} of {room} slots: move fewer at once, or declare "
+                "more slots in the plan"
+            )
         moved = tuple(pages)
         slots = pool.assign_all(moved, state.engine, arrival, self._number)
         if reads:
