@@ -283,9 +283,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
         if self.state < DONE or self.lane.over:  # the driver refuses a task of another run
             yield self
         if self.state != DONE:
-            if (
-                type(self.cause) is TaskCancelled
-            ):  # raised itself, it would refer to this task by its traceback
+            if type(self.cause) is TaskCancelled:  # the traceback of the same one would refer to this task
                 raise TaskCancelled(*self.cause.args)
             raise self.cause or PolicyError(
                 f"{self!r} was awaited by a coroutine that was resumed too early: yield the handle on, and resume "
