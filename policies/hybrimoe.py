@@ -26,7 +26,7 @@ from moesched.steps.step import Step
 
 
 class _Gain(NamedTuple):
-    """What the arrival of an expert would change.
+    """The time that the arrival of an expert would save.
 
     Attributes:
         now: seconds of the expert's layer without it.

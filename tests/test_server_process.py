@@ -254,52 +254,51 @@ async def test_a_body_of_two_lengths_is_refused_and_its_connection_closed() -> N
         writer.close()
 
 
-async def test_a_request_that_has_not_come_as_a_whole_when_the_server_ends_is_refused() -> None:
-    listens = asyncio.Event()
-    with listening("127.0.0.1", 0) as socket:
-        async with front() as answering:
-            running = SignalFreeServer(answering.front.app, socket, listens.set)
-            serving = asyncio.ensure_future(running.serve_clients())
-            try:
-                await listens.wait()
-                reader, writer = await asyncio.open_connection(*socket.getsockname())
-                writer.write(
-                    b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                    b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n" % CHAT.encode()
-                )
-                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
-                await answering.front.gate.drained()
-                running.should_exit = True
-                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-            finally:
-                running.should_exit = True
-                writer.close()
-                await serving
-        assert head.startswith(b"HTTP/1.1 503")
-        assert b"retry-after: 10" in head.lower()
-        assert json.loads(body)["error"]["type"] == "server_error"
-        assert not running.server_state.tasks
+Connection = tuple[SignalFreeServer, asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def test_a_connection_stays_open_for_longer_than_proxies_keep_theirs() -> None:
+@asynccontextmanager
+async def connection_to(app: ASGIApp, proxies: tuple[str, ...] = ()) -> AsyncIterator[Connection]:
+    """A server of an application that runs until the context ends, and a connection to it."""
     listens = asyncio.Event()
     with listening("127.0.0.1", 0) as socket:
-        running = SignalFreeServer(says_the_client, socket, listens.set)
+        running = SignalFreeServer(app, socket, listens.set, proxies)
         serving = asyncio.ensure_future(running.serve_clients())
+        await listens.wait()
+        reader, writer = await asyncio.open_connection(*socket.getsockname())
         try:
-            await listens.wait()
-            reader, writer = await asyncio.open_connection(*socket.getsockname())
-            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-            await reader.readuntil(b"127.0.0.1")
-            [connection] = running.server_state.connections
-            assert isinstance(connection, TimedProtocol)
-            timer = connection.timeout_keep_alive_task
-            assert timer is not None
-            assert timer.when() - asyncio.get_running_loop().time() > 60
+            yield running, reader, writer
         finally:
             running.should_exit = True
             writer.close()
             await serving
+
+
+async def test_a_request_that_has_not_come_as_a_whole_when_the_server_ends_is_refused() -> None:
+    async with front() as answering, connection_to(answering.front.app) as (running, reader, writer):
+        writer.write(
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n" % CHAT.encode()
+        )
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        await answering.front.gate.drained()
+        running.should_exit = True
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 10" in head.lower()
+    assert json.loads(body)["error"]["type"] == "server_error"
+    assert not running.server_state.tasks
+
+
+async def test_a_connection_stays_open_for_longer_than_proxies_keep_theirs() -> None:
+    async with connection_to(says_the_client) as (running, reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await reader.readuntil(b"127.0.0.1")
+        [connection] = running.server_state.connections
+        assert isinstance(connection, TimedProtocol)
+        timer = connection.timeout_keep_alive_task
+        assert timer is not None
+        assert timer.when() - asyncio.get_running_loop().time() > 60
 
 
 async def says_the_client(scope: Scope, receive: Receive, send: Send) -> None:
@@ -320,22 +319,9 @@ async def test_only_a_proxy_that_was_named_says_who_its_client_is(
     proxies: tuple[str, ...], client: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
-    listens = asyncio.Event()
-    with listening("127.0.0.1", 0) as socket:
-        given = FrontOptions(proxies=proxies)
-        running = SignalFreeServer(says_the_client, socket, listens.set, given.proxies)
-        serving = asyncio.ensure_future(running.serve_clients())
-        try:
-            await listens.wait()
-            reader, writer = await asyncio.open_connection(*socket.getsockname())
-            writer.write(
-                b"GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.7\r\nConnection: close\r\n\r\n"
-            )
-            assert (await reader.read()).endswith(b"\r\n\r\n" + client)
-            writer.close()
-        finally:
-            running.should_exit = True
-            await serving
+    async with connection_to(says_the_client, FrontOptions(proxies=proxies).proxies) as (_, reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.7\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).endswith(b"\r\n\r\n" + client)
 
 
 @pytest.mark.parametrize(
