@@ -176,9 +176,9 @@ class PlainEngine:
         if self.failure is not None:
             raise self.failure
 
-    def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
+    def join(self, reads: Sequence[Block], writes: Sequence[Block], step: int = -1) -> Join:
         """Submit a join, which has no lane and no duration: readers of `writes` wait for the writers of all `reads`."""
-        join = self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)
+        join = self.submit(Join(_NOWHERE, _NO_WORK, "join", step=step), reads, writes)
         self.joins += 1
         if self.joined is not None:
             self.joined.append(join)

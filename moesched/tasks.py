@@ -59,7 +59,7 @@ class Block:
         nbytes: the block's size in bytes; 0 if not known.
         memory: the memory's name; empty if not known.
         writer: the last task that writes the block, from which the engine infers edges; None for none.
-        readers: the tasks that read the block after `writer`; those that have settled may be left out.
+        readers: the tasks that read the block after `writer`; those that `forget_readers` dropped are left out.
     """
 
     __slots__ = ("memory", "name", "nbytes", "readers", "writer")
@@ -71,9 +71,12 @@ class Block:
         self.writer: Task | None = None
         self.readers: list[Task] = []
 
-    def forget_settled(self) -> None:
-        """Drop the readers that have settled: nothing waits for them, and a block may be read for days."""
-        self.readers = [task for task in self.readers if task.state < DONE]
+    def forget_readers(self, before: int) -> None:
+        """Drop the readers of steps before the step `before` that have settled, since a block may be read for days.
+
+        Later ones stay, settled or not: whether a trace shows an edge must not depend on timing.
+        """
+        self.readers = [task for task in self.readers if task.step >= before or task.state < DONE]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} in {self.memory or 'no memory'}: {self.nbytes} bytes>"

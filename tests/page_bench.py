@@ -49,9 +49,9 @@ class Bench:
 
     def read(self, *numbers: int, name: str = "", lane: str = "gpu", step: int = 0) -> Task:
         """A kernel that reads pages through a view."""
-        view = self.views.open.get(numbers) or self.views.show(numbers, self.engine)
+        view = self.views.open.get(numbers) or self.views.show(numbers, self.engine, step)
         view.use(step, 1)
-        task = Kernel(self.script.lanes[lane], WORK, name or f"read {numbers}")
+        task = Kernel(self.script.lanes[lane], WORK, name or f"read {numbers}", step=step)
         self.script.tasks[task.verb] = task
         return self.engine.submit(task, view.reads)
 

@@ -116,7 +116,7 @@ def test_kept_pages_take_a_slot_of_their_own_size_and_need_no_edges() -> None:
     kept = FixedPages("kept", memory, PAGES[:2], [10, 20])
     kept.reserve()
     views: Views[tuple[int, ...]] = Views(memory, lambda key: tuple(PAGES[n] for n in key))
-    view = views.show((0, 1), Script(gpu="ready_first").engine)
+    view = views.show((0, 1), Script(gpu="ready_first").engine, 0)
     assert memory.used == 30
     assert view.slots == tuple(slots_of(kept))
     assert view.reads == ()
@@ -177,14 +177,34 @@ def test_many_kernels_that_read_many_pages_take_few_edges() -> None:
 
 
 @pytest.mark.parametrize("pages", [(0,), (0, 1)], ids=["one page", "several"])
-def test_readers_of_a_page_that_stays_are_dropped_once_they_have_run(pages: tuple[int, ...]) -> None:
+def test_readers_of_a_page_that_stays_are_dropped_two_steps_after_they_ran(pages: tuple[int, ...]) -> None:
     bench = Bench(slots=2)
     bench.fetch(*pages)
+    readers = []
     for step in range(10):
-        reader = bench.read(*pages, name=f"kernel {step}", step=step)
+        readers.append(bench.read(*pages, name=f"kernel {step}", step=step))
         bench.script.run()
     [view] = bench.views.open.values()
-    assert [task for block in view.reads for task in block.readers] == [reader]
+    assert [task for block in view.reads for task in block.readers] == readers[-2:]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_a_transfer_names_the_readers_of_this_step_and_the_last_whenever_they_ran(late: bool) -> None:
+    bench = Bench(slots=2)
+    joins = bench.engine.joined = []
+    earlier = [bench.fetch(0, 1)]
+    for step in range(2):
+        earlier.append(bench.read(0, 1, name=f"kernel {step}", step=step))
+        if not late:
+            bench.script.run()
+    bench.evict(1)  # no kernel can read both pages any more, but page 0 stays
+    earlier.append(bench.read(0, name="kernel 2", step=1))
+    bench.evict(0)
+    bench.fetch(2, step=1)
+    over = bench.fetch(3, step=1)
+    through = {join.id: join.deps for join in joins}
+    named = {each for number in over.deps for each in through.get(number, [number])}
+    assert named == {task.id for task in earlier}
 
 
 def test_kernels_that_a_lost_page_cancelled_hold_nothing_up() -> None:

@@ -184,7 +184,7 @@ class Rank:
             return
         key = tuple(sorted(page.id for page in held))
         try:
-            view = self.views.open.get(key) or self.views.show(key, self.engine)
+            view = self.views.open.get(key) or self.views.show(key, self.engine, 0)
         except NotResident:
             return
         view.use(0, 1)

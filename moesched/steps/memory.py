@@ -362,7 +362,7 @@ def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
         if read != step:
             slot.read = step
             if slot.readers:
-                slot.forget_settled()
+                slot.forget_readers(step - 1)  # all tasks of the step before that have settled
             if read == FETCHED:
                 pool._counts.misses += 1
             else:

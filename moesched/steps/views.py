@@ -32,7 +32,7 @@ class View(Generic[K]):
         pages, slots: the pages, and the slot that holds each.
         bound: the weights as the device's kernels read them, set by the device; None before that.
         noted: the last step in which a use was noted; always `LOADED` (-1) if every use in a step has to be noted.
-        used: the last step in which a kernel used it; `LOADED` before that.
+        used: the last step in which a kernel used it, at first the step in which it was opened.
         moving: the slots whose pages may be replaced.
         block: the block of data that the join writes; None without a join.
         reads: the blocks that a kernel which reads through the view depends on.
@@ -41,20 +41,27 @@ class View(Generic[K]):
     __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots", "used")
 
     def __init__(
-        self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine
+        self,
+        owner: Views[K],
+        key: K,
+        pages: tuple[Page, ...],
+        slots: tuple[Slot, ...],
+        engine: Engine,
+        step: int,
     ) -> None:
         self.owner = owner
         self.key = key
         self.pages = pages
         self.slots = slots
         self.bound: Any = None
-        self.noted = self.used = LOADED
+        self.noted = LOADED
+        self.used = step
         self.moving = tuple(slot for slot in slots if not slot.fixed)
         self.block: Block | None = None
         self.reads: tuple[Block, ...] = self.moving
         if len(self.moving) > 1 and not engine.has_streams:
             self.block = Block(f"view {key}")
-            engine.join(self.moving, (self.block,))
+            engine.join(self.moving, (self.block,), step)
             self.reads = (self.block,)
         for slot in self.moving:
             slot.views.append(self)
@@ -63,13 +70,13 @@ class View(Generic[K]):
         """Note that a kernel of `tokens` rows reads the pages in the step `step`."""
         if self.block is not None and self.used != step:
             self.used = step
-            self.block.forget_settled()
+            self.block.forget_readers(step - 1)
         if not note_use(self.moving, step, tokens):
             self.noted = step
 
     def close(self, engine: Engine) -> None:
         """End the view. The next tasks that write to its slots wait for all kernels that read through the view."""
-        readers_done = [] if self.block is None else [engine.join((), (self.block,))]
+        readers_done = [] if self.block is None else [engine.join((), (self.block,), self.used)]
         del self.owner.open[self.key]
         for slot in self.moving:
             slot.readers += readers_done
@@ -91,8 +98,8 @@ class Views(Generic[K]):
         self.pages_of = pages_of
         self.open: dict[K, View[K]] = {}
 
-    def show(self, key: K, engine: Engine) -> View[K]:
-        """Open and return a view of the key's pages, all of which must be in this memory.
+    def show(self, key: K, engine: Engine, step: int) -> View[K]:
+        """Open and return a view of the key's pages, all of which must be in this memory, for a kernel of a step.
 
         Raises:
             NotResident: a page is not there.
@@ -114,5 +121,5 @@ class Views(Generic[K]):
                     "and keep its slot until then"
                 )
             slots.append(slot)
-        view = self.open[key] = View(self, key, pages, tuple(slots), engine)
+        view = self.open[key] = View(self, key, pages, tuple(slots), engine, step)
         return view

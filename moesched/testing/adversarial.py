@@ -51,7 +51,6 @@ class Adversarial:
         self.pool = plan.pool(
             "accelerator", "adversary", slots, plan.layout.pages, choose.choice(("ring", "lru", "none"))
         )
-        self.held: list[Page] = []
 
     async def prefill(self, step: Step) -> None:
         """Submit all verbs (kinds of tasks) of the step, a few at a time, each time for a random micro-batch.

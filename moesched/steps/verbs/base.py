@@ -215,7 +215,7 @@ class Verbs(StepFacts):
         return task
 
     def _view(self, views: Views[K], key: K) -> View[K]:
-        return views.show(key, self._state.engine)
+        return views.show(key, self._state.engine, self._number)
 
     def _enter_layer(self, verb: Verb, batch: MicroBatch, layer: int) -> None:
         """Have a micro-batch's next verbs use the costs of this layer's kind.
