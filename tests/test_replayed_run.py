@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from moesched.analysis.handovers import Handover, mean_handovers
 from moesched.analysis.replayed_run import replay_recording, without_loading
+from moesched.drivers.capture import WORD, Edges
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
 from moesched.errors import BadInput
@@ -57,6 +60,58 @@ def test_so_does_a_prediction_whose_steps_were_captured_and_played(policy: str) 
     simulate(make_plan(chosen, new_tokens=7), chosen, sharing=False, replay=True, recorder=recorder)
     played = recorder.recording()
     assert by_number(replay_recording(played)) == by_number(played)
+
+
+def numbered(first: int, waits: list[list[int]]) -> list[Task]:
+    """Make tasks with ids from `first` on, which wait for the tasks with these ids."""
+    lane, work = Lane("gpu"), Work("w", "gpu")
+    return [
+        Kernel(lane, work, "run", id=first + position, deps=numbers) for position, numbers in enumerate(waits)
+    ]
+
+
+def test_edges_that_others_imply_are_left_out_however_far_back_they_go() -> None:
+    chosen = random.Random(1)
+    edges, found, expected = Edges(), list[tuple[int, ...]](), list[tuple[int, ...]]()
+    implied: list[int] = []  # for each task, the bits of those that it waits for, whether directly or not
+    loads, size = range(40), WORD + 500
+    for step in range(4):
+        first, waits = len(implied), list[list[int]]()
+        for number in range(first, first + size):
+            near = range(max(first - size, 0), number)
+            waits.append(chosen.sample(near, min(len(near), 3)) + chosen.choices(loads, k=bool(step)))
+            before = 0
+            needed = []
+            for other in sorted({*waits[-1]}, reverse=True):
+                if not before >> other & 1:
+                    needed.append(number - other)
+                    before |= implied[other] | 1 << other
+            implied.append(before)
+            expected.append(tuple(needed))
+        found += edges.needed(numbered(first, waits))
+    assert found == expected
+
+
+def test_the_edges_of_a_large_step_need_little_memory() -> None:
+    size = 12_000
+    steps = [
+        numbered(
+            first,
+            [[number - 1, number - 40] if number >= 40 else [] for number in range(first, first + size)],
+        )
+        for first in (0, size, 2 * size)
+    ]
+    edges = Edges()
+    tracemalloc.start()
+    try:
+        for tasks in steps:
+            edges.needed(tasks)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (
+        peak < 1000 * 2 * size
+    )  # a bit for each task of two steps, in each task, would be three times as much
 
 
 def test_a_measured_run_loses_what_passed_between_its_tasks() -> None:

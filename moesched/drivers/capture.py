@@ -25,6 +25,11 @@ from moesched.work import Work
 
 T = TypeVar("T", bound=Task)
 
+Words = list[int]
+"""A set of tasks: bits in words of `WORD` bits, one bit for each task."""
+
+WORD = 2048
+
 Price = Callable[[Work], int]
 """Function from a `Work` (FLOPs and bytes of a task) to the nanoseconds that it takes alone."""
 
@@ -260,7 +265,7 @@ class Edges:
         self._last_on: dict[Lane, int] = {}
         self._first = 0
         self._lowest = 0
-        self._reach: list[int] = []
+        self._reached: list[Words] = []
 
     def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
         """Return, for each task of the next step, the distances back to the tasks that it waits for, nearest first.
@@ -269,24 +274,33 @@ class Edges:
         """
         before = [self._before(task) for task in tasks]
         first = tasks[0].id if tasks else self._first
-        lowest = min((numbers[-1] for numbers in before if numbers), default=first)
-        lowest = min(lowest, self._first)
-        reach = [_shifted(reached, lowest - self._lowest) for reached in self._reach]
+        self._forget_below(min([self._first, *(numbers[-1] for numbers in before if numbers)]))
         edges = []
         for task, numbers in zip(tasks, before, strict=True):
-            reached = 0
-            needed = []
+            reached: Words = [0] * ((task.id - self._lowest) // WORD + 1)
+            needed: list[int] = []
             for number in numbers:
-                if not reached >> (number - lowest) & 1:
-                    needed.append(task.id - number)
-                    reached |= 1 << (number - lowest)
-                    if number >= self._first:
-                        reached |= reach[number - self._first]
-            reach.append(reached)
+                word, bit = divmod(number - self._lowest, WORD)
+                if reached[word] >> bit & 1:
+                    continue
+                if number >= self._first:
+                    others = self._reached[number - self._first]
+                    reached[: len(others)] = map(_union, reached, others) if needed else others
+                needed.append(task.id - number)
+                reached[word] |= 1 << bit
+            self._reached.append(reached)
             edges.append(tuple(needed))
-        self._reach = reach[first - self._first :]
-        self._first, self._lowest = first, lowest
+        del self._reached[: first - self._first]
+        self._first = first
         return edges
+
+    def _forget_below(self, number: int) -> None:
+        """Drop the words of the kept sets before the word with the bit of the task `number`."""
+        lowest = number // WORD * WORD
+        by = (lowest - self._lowest) // WORD
+        if by:
+            self._reached = [words[by:] if by > 0 else [0] * -by + words for words in self._reached]
+        self._lowest = lowest
 
     def _before(self, task: Task) -> list[int]:
         before = set(task.deps)
@@ -298,9 +312,12 @@ class Edges:
         return sorted(before, reverse=True)
 
 
-def _shifted(bits: int, by: int) -> int:
-    """Return a bit set with its bits moved down by `by` places; a negative number moves them up."""
-    return bits >> by if by >= 0 else bits << -by
+def _union(mine: int, other: int) -> int:
+    """Return the union of two words. Equal ones stay one object: most sets of tasks differ in their last words only."""
+    if mine is other or not other:
+        return mine
+    both = mine | other
+    return other if both == other else mine if both == mine else both
 
 
 def _identity(task: Task) -> tuple[object, ...]:
