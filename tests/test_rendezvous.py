@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import re
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from engine_script import WORK, Script, meet
+from meshes import at_once
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
@@ -279,6 +282,23 @@ def test_a_rank_that_does_not_come_in_time_is_named() -> None:
     transport = InprocTransport(3, timeout_seconds=0.01)
     with pytest.raises(TransportError, match=r"rank 0, 2 did not come in 0\.01 s"):
         transport.all_reduce(1, Exchange(0), ONE)
+
+
+class NoMemory(np.ndarray[Any, Any]):
+    """An array that cannot be added."""
+
+    def __add__(self, other: object) -> NoReturn:
+        raise MemoryError("no room for a sum")
+
+
+def test_an_error_of_the_rank_that_adds_is_told_to_those_who_wait() -> None:
+    transport = InprocTransport(3)
+    part = ONE.view(NoMemory)
+    ended = at_once(*(partial(transport.all_reduce, rank, Exchange(0), part) for rank in range(3)))
+    told = [each for each in ended if isinstance(each, TransportError)]
+    assert [type(each) for each in ended if each not in told] == [MemoryError]
+    assert len(told) == 2
+    assert all(re.search(r"rank \d gave up: MemoryError\('no room for a sum'\)", str(each)) for each in told)
 
 
 def test_a_rank_that_comes_twice_is_refused() -> None:

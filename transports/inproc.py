@@ -87,6 +87,9 @@ class InprocTransport:
                     meeting.result = result([meeting.parts[each] for each in range(self.ranks)])
                 except TransportError as error:
                     meeting.problem = str(error)
+                except BaseException as error:
+                    self._break(meeting, f"rank {rank} gave up: {error!r}")
+                    raise
                 self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._ended(meeting), self.timeout_seconds):
                 missing = ", ".join(str(each) for each in range(self.ranks) if each not in meeting.came)
