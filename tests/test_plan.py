@@ -131,6 +131,11 @@ CONTRADICTIONS: list[tuple[Callable[[Plan], object], Callable[[Plan], object], s
         r"pool: page L0 E0 #0 has [\d,]+ bytes, and the largest page that the pool was declared for has [\d,]+",
     ),
     (
+        lambda plan: (plan.pool("host", "small", 2, DENSE), plan.pool("accelerator", "small", 2, DENSE)),
+        lambda plan: plan.pool("accelerator", "small", 1, EXPERTS),
+        "pool: gpu has a pool small already: give each its own name",
+    ),
+    (
         lambda plan: plan.place_experts([range(8)]),
         lambda plan: plan.place_experts([range(8)]),
         "place_experts: experts were placed already: place them once",

@@ -207,8 +207,8 @@ class Plan(PlanFacts):
 
         Raises:
             PolicyError: the pages belong to several stages, and the pool would be an accelerator's; there is no such
-                memory or rule, or the rule belongs to another pool, of this run or an earlier one; or the slots are too
-                few or too small for the pages that fill it.
+                memory or rule, or the rule belongs to another pool, of this run or an earlier one; the memory has a
+                pool of this name already; or the slots are too few or too small for the pages that fill it.
             OverBudget: the memory has fewer bytes than the slots.
         """
         self._declare("pool", self.declared)
@@ -218,6 +218,9 @@ class Plan(PlanFacts):
         require_pages("pool", filled, self.layout, largest)
         slots = require_slots(name, slots, len(filled), replacement)
         memory = self._memory_for("pool", pages, role)
+        others = [each.name for each in self.weights.pools if each.memory is memory and each.slots]
+        if slots and name in others:  # a stage that streams nothing may have a pool without slots
+            raise PolicyError(f"pool: {memory.name} has a pool {name} already: give each its own name")
         size = max((self.slot_bytes(page) for page in pages), default=0)
         what, nbytes, parts = claim_of_slots(name, slots, size)
         memory.require_free(what, nbytes, memory.capacity, parts)  # before there is an object for each slot
