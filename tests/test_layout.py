@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.errors import BadInput
+from moesched.errors import BadInput, PolicyError
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.reading import runs
@@ -150,6 +150,20 @@ def test_by_default_slots_for_an_expert_are_full_and_layers_take_few_more_pages_
 def test_an_expert_that_a_layer_does_not_have_has_no_pages() -> None:
     layout = weight_layout(MIXTRAL)
     assert layout.expert(3, -1) == layout.expert(3, 8) == ()
+
+
+@pytest.mark.parametrize("layer", [-1, 8, 99])
+def test_pages_of_a_layer_that_is_not_there_are_refused_with_the_layers_that_are(layer: int) -> None:
+    layout = weight_layout(MIXTRAL)
+    for method, ask in {
+        "layer": layout.layer,
+        "expert": lambda layer: layout.expert(layer, 0),
+        "experts_of": layout.experts_of,
+    }.items():
+        with pytest.raises(
+            PolicyError, match=rf"^layout\.{method}: there is no L{layer}: layers go from 0 to 7$"
+        ):
+            ask(layer)
 
 
 def test_by_default_an_expert_is_one_page_or_cut_into_equal_ones_of_at_most_64_mib() -> None:

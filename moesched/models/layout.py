@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 import msgspec
 from msgspec.structs import force_setattr
 
-from moesched.errors import BadInput
+from moesched.errors import BadInput, PolicyError
 from moesched.models.config import DType, ModelConfig
 from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
@@ -104,7 +104,8 @@ class WeightLayout(msgspec.Struct, frozen=True):
     pages_per_expert: tuple[int, ...]
 
     def layer(self, layer: int) -> tuple[Page, ...]:
-        """Return all pages of a layer."""
+        """Return all pages of a layer; raises PolicyError if there is no such layer."""
+        self._require("layer", layer)
         return self.pages[self.layer_starts[layer] : self.layer_starts[layer + 1]]
 
     def dense(self, layer: int) -> tuple[Page, ...]:
@@ -118,7 +119,8 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : start + self.dense_pages[layer]]
 
     def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
-        """Return the pages of one expert; an empty tuple if the layer has no such expert."""
+        """Return the pages of one expert; an empty tuple if the layer has no such expert. Raises as `layer`."""
+        self._require("expert", layer)
         if expert < 0:  # it would be counted back into the dense part
             return ()
         count = self.pages_per_expert[layer]
@@ -126,7 +128,8 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : min(start + count, self.layer_starts[layer + 1])]
 
     def experts_of(self, layer: int) -> range:
-        """Return the numbers of a layer's experts; an empty range for a layer without experts."""
+        """Return the numbers of a layer's experts; an empty range for a layer without experts. Raises as `layer`."""
+        self._require("experts_of", layer)
         return range(self.config.layer(layer).feed_forward.experts)
 
     @property
@@ -134,6 +137,12 @@ class WeightLayout(msgspec.Struct, frozen=True):
         """The pages of one of the experts with the most pages; layers may differ in their formats."""
         layer = max(range(self.config.layers), key=self.pages_per_expert.__getitem__)
         return self.expert(layer, 0)
+
+    def _require(self, method: str, layer: object) -> None:
+        if layer not in range(self.config.layers):
+            raise PolicyError(
+                f"layout.{method}: there is no L{layer}: layers go from 0 to {self.config.layers - 1}"
+            )
 
 
 def weight_layout(

@@ -74,6 +74,18 @@ class KeepsTwice(Streams):
         plan.keep(plan.layout.dense(1))  #! PolicyError: keep: page L1 dense #0 stays in
 
 
+class KeepsALayerThatIsNotThere(Streams):
+    def plan(self, plan):
+        super().plan(plan)
+        plan.keep(plan.layout.layer(99))  #! PolicyError: layout.layer: there is no L99: layers go from 0 to
+
+
+class TwoPoolsOfOneName(Streams):
+    def plan(self, plan):
+        super().plan(plan)
+        plan.pool("accelerator", "layers", 2, plan.layout.pages)  #! PolicyError: pool: gpu has a pool layers already
+
+
 class TooManySlots(Streams):
     def plan(self, plan):
         plan.place_kv("accelerator")
