@@ -111,6 +111,11 @@ def _problems(machine: Machine) -> Iterator[str]:
     yield from _unknown("roles.accelerator", roles.accelerator, machine.processors)
     yield from _unknown("roles.host", roles.host, machine.processors)
     yield from _unknown("roles.weights", roles.weights, machine.memories)
+    if roles.weights == machine.accelerator.memory:
+        yield (
+            f"roles.weights: {roles.weights!r} is the accelerator's own memory, which weights are loaded into: name "
+            "the memory that they come from, such as a disk, and add it to [memories] and [[links]]"
+        )
     if roles.pinned is not None:
         yield from _unknown("roles.pinned", roles.pinned, machine.memories)
     yield from _contention_problems(machine)
