@@ -76,15 +76,21 @@ def test_a_session_finds_its_files_after_the_program_has_changed_to_another_fold
 
 
 OWN = """\
+from moesched.devices.kernels.seam import Kernel
 from moesched.devices.torch.device import TorchDevice
 from moesched.policies.resident import Resident
 class Kept(Resident): pass
 class Counted(TorchDevice): pass
+class Refuses(Kernel):
+    operation, name, takes = "expert", "refuses", "nothing"
+    def __init__(self, resources): pass
+    def refusal(self, case): return "it takes nothing"
+    def bind(self, case, weights, memory): pass
 """
 
 
 @pytest.mark.parametrize("place", ["moved.py", "./moved.py", "moved"])
-def test_a_session_finds_its_policy_and_device_after_the_program_has_changed_to_another_folder(
+def test_a_session_finds_its_policy_device_and_kernels_after_the_program_has_changed_to_another_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -94,7 +100,9 @@ def test_a_session_finds_its_policy_and_device_after_the_program_has_changed_to_
         (tmp_path / folder / "moved.py").write_text(text)
     monkeypatch.chdir(tmp_path / "here")
     opened = Opened()
-    with moesched.Session(model, policy=f"{place}:Kept", device=f"{place}:Counted") as session:
+    options: dict[str, Any] = {"policy": f"{place}:Kept", "device": f"{place}:Counted"}
+    kernels = {"own_kernels": f"{place}:Refuses"}
+    with moesched.Session(model, **options, device_settings=kernels) as session:
         monkeypatch.chdir(tmp_path / "elsewhere")
         report = session.run(["abc"], max_new_tokens=3, listener=opened)
     assert report.as_dict()["policy"] == f"{place}:Kept"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moesched.errors import BadInput
 from moesched.inputs.lookup import absolute_machine, find_machine
@@ -48,13 +48,16 @@ class Session:
         """Open a model's files.
 
         Raises:
-            BadInput: the files are no model's, or a policy or device that is named by module or file is not there.
+            BadInput: the files are no model's; or a policy, a device or a kernel that is named by module or file is not
+                there.
         """
         model = absolute_path(Path(given.model))  # calls may come from another folder
         with signals_held():
-            device = found_here("devices", given.device)
+            device, settings = found_here("devices", given.device), _kernels_here(given.device_settings)
         policy, machine = found_here("policies", given.policy), absolute_machine(given.machine)
-        self._given = replace(given, model=model, machine=machine, policy=policy, device=device)
+        self._given = replace(
+            given, model=model, machine=machine, policy=policy, device=device, device_settings=settings
+        )
         self._checkpoint, self._tokenizer = open_model(model)
         self._opened: _Opened | None = None
         self._resources = ExitStack()
@@ -155,6 +158,16 @@ class _First(NamedTuple):
     new_tokens: int
     beams: int
     listener: Listener | None
+
+
+def _kernels_here(settings: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return a device's settings; kernels in them that are named by module or file are found now, as `found_here`."""
+    if not settings or "own_kernels" not in settings:
+        return settings
+    own = settings["own_kernels"]
+    alone = isinstance(own, str | type)
+    found = found_here("kernels", own) if alone else [found_here("kernels", each) for each in own]
+    return {**settings, "own_kernels": found}
 
 
 @contextmanager
