@@ -30,8 +30,9 @@ with ends_in_order():
 
 def engine(lock: Path | None = None, **options: Any) -> list[str]:
     """The command of a fake engine; its answers wait while the file `lock` is locked, if one is given."""
-    program, more = (fake_engine, []) if lock is None else (locked_engine, [str(lock)])
-    return [sys.executable, program.__file__, json.dumps({"says": [], **options}), *more]
+    program = fake_engine.__file__ if lock is None else locked_engine.__file__
+    more = [] if lock is None else [str(lock)]
+    return [sys.executable, program, json.dumps({"says": [], **options}), *more]
 
 
 @contextmanager
