@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import ClassVar
 
+from moesched.dispatch.node_steps import NodeExperts
 from moesched.policies.ep_balanced import EpBalanced
+from moesched.policies.ep_naive import EpNaive
 from moesched.policies.ep_router_aided import EpRouterAided
 from moesched.policies.resident import Resident
 from moesched.steps.plan import Plan
@@ -42,6 +45,31 @@ class UnhurriedAlone(EpBalanced):
         if step.nodes == 1:
             time.sleep(0.1)
         await super().decode(step)
+
+
+class _Awaiting(NodeExperts):
+    """Begins its last step once a file is there, so that no run ends before."""
+
+    def __init__(self, file: str = ".") -> None:
+        super().__init__()
+        self._file = Path(file)
+
+    async def decode(self, step: Step) -> None:
+        while step.last and not self._file.exists():
+            time.sleep(0.002)
+        await super().decode(step)
+
+
+class AwaitingBalanced(_Awaiting, EpBalanced):
+    """`ep_balanced` that awaits a file."""
+
+
+class AwaitingNaive(_Awaiting, EpNaive):
+    """`ep_naive` that awaits a file."""
+
+
+class AwaitingRouterAided(_Awaiting, EpRouterAided):
+    """`ep_router_aided` that awaits a file."""
 
 
 class Once(Resident):

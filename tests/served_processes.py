@@ -7,26 +7,32 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import fake_engine
+import locked_engine
 from fronts import TINY
 
 PROGRAM = """
 import json, sys
+from functools import partial
 from pathlib import Path
 from moesched.server.options import FrontOptions
 from moesched.server.serve import ServerCallbacks, serve
 from moesched.system.signals import ends_in_order
-say = ServerCallbacks(lambda starting: None, lambda url, ready, notes: print(url, flush=True), print)
+tell = partial(print, flush=True)
+say = ServerCallbacks(lambda starting: None, lambda url, ready, notes: tell(url), tell)
 with ends_in_order():
     serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
 """
 
 
-def engine(**options: Any) -> list[str]:
-    """The command of a fake engine."""
-    return [sys.executable, fake_engine.__file__, json.dumps({"says": [], **options})]
+def engine(lock: Path | None = None, **options: Any) -> list[str]:
+    """The command of a fake engine; its answers wait while the file `lock` is locked, if one is given."""
+    program = fake_engine.__file__ if lock is None else locked_engine.__file__
+    more = [] if lock is None else [str(lock)]
+    return [sys.executable, program, json.dumps({"says": [], **options}), *more]
 
 
 @contextmanager

@@ -38,20 +38,29 @@ def alone(model: Path, new_tokens: int) -> Any:
     ).tokens
 
 
+def awaiting(file: Path, policy: str) -> dict[str, Any]:
+    """Options of a run whose nodes await a file before their last step: they may be far ahead of their launcher."""
+    return {"policy": f"policies_for_tests:{policy}", "settings": {"file": str(file)}}
+
+
 @pytest.mark.parametrize("number", range(10))
 def test_whoever_is_killed_whenever_the_run_ends_in_time_with_the_same_tokens_or_an_error(
-    forks: ForkServer, models: Path, expected: dict[str, list[list[int]]], number: int
+    forks: ForkServer, models: Path, expected: dict[str, list[list[int]]], tmp_path: Path, number: int
 ) -> None:
     draw = random.Random(number)
     nodes = draw.choice([2, 3, 4])
     rank = draw.randrange(nodes)
-    killer = Killer(
-        draw.randint(1, len(PROMPTS) * (NEW_TOKENS - 1)), lambda: forks.nodes[rank].process.kill()
-    )
+    killed = tmp_path / "killed"
+
+    def act() -> None:
+        forks.nodes[rank].process.kill()
+        killed.touch()
+
+    killer = Killer(draw.randint(1, len(PROMPTS) * (NEW_TOKENS - 1)), act)
     replicated = nodes == 4 or (nodes == 3 and rank != 1)
     try:
-        policy = draw.choice(["ep_router_aided", "ep_naive"])
-        report = run_here(models / "mixtral", forks, nodes, policy=policy, listener=killer)
+        policy = draw.choice(["AwaitingRouterAided", "AwaitingNaive"])
+        report = run_here(models / "mixtral", forks, nodes, listener=killer, **awaiting(killed, policy))
     except NodeLost as error:
         assert not replicated
         assert error.rank == rank
@@ -70,24 +79,28 @@ def test_whoever_is_killed_whenever_the_run_ends_in_time_with_the_same_tokens_or
 
 @pytest.mark.parametrize(
     ("model", "policy", "nodes", "lost"),
-    [("dbrx", "ep_balanced", 2, [0]), ("mixtral", "ep_router_aided", 4, [0, 3])],
+    [("dbrx", "AwaitingBalanced", 2, [0]), ("mixtral", "AwaitingRouterAided", 4, [0, 3])],
     ids=["the last of two goes on alone", "two lost at once"],
 )
 def test_nodes_go_on_without_lost_ones_whose_experts_they_hold(
     forks: ForkServer,
     models: Path,
     expected: dict[str, list[list[int]]],
+    tmp_path: Path,
     model: str,
     policy: str,
     nodes: int,
     lost: list[int],
 ) -> None:
+    killed = tmp_path / "killed"
+
     def act() -> None:
         for rank in lost:
             forks.nodes[rank].process.kill()
+        killed.touch()
 
     killer = Killer(5, act)
-    report = run_here(models / model, forks, nodes, policy=policy, listener=killer)
+    report = run_here(models / model, forks, nodes, listener=killer, **awaiting(killed, policy))
     assert report.tokens == expected[model]
     assert [rank for rank, member in enumerate(report.members) if member.lost is not None] == lost
     assert time.monotonic() - killer.since < TIMEOUT_SECONDS
@@ -115,11 +128,17 @@ def test_a_node_that_comes_back_takes_part_again(
 def test_a_node_that_stands_still_is_lost_after_the_time_that_the_file_says(
     seated: tuple[Path, Cluster], forks: ForkServer, models: Path
 ) -> None:
-    killer = Killer(4, lambda: os.kill(forks.nodes[1].process.pid or 0, signal.SIGSTOP))
     file, described = seated
+    stopped = file.parent / "stopped"
+
+    def act() -> None:
+        os.kill(forks.nodes[1].process.pid or 0, signal.SIGSTOP)
+        stopped.touch()
+
+    killer = Killer(4, act)
     file.write_text(cluster_toml(msgspec.structs.replace(described, lost_after=3.0)))
     with pytest.raises(NodeLost, match="silent for 3 s"):
-        run_seated(file, forks, models / "mixtral", listener=killer)
+        run_seated(file, forks, models / "mixtral", listener=killer, **awaiting(stopped, "AwaitingNaive"))
     assert time.monotonic() - killer.since < TIMEOUT_SECONDS
     assert forks.nodes[1].process.exitcode is not None
 

@@ -6,8 +6,8 @@ import itertools
 import random
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,21 @@ def test_a_launcher_with_another_key_is_found_out() -> None:
         _join_while_heard(link, impostor)
 
 
+def test_a_launcher_that_breaks_off_a_handshake_is_asked_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+        where = LauncherAddress(address="127.0.0.1", port=listener.getsockname()[1], key=LAUNCHER.public)
+        link = ControlLink(where, NODES[0], on_epoch=lambda _: None, on_gone=lambda: None)
+        joining = thread.submit(link.join, JOIN, PATIENCE_SECONDS)
+        connection, _ = listener.accept()
+        listener.close()
+        connection.close()
+        with (
+            closing(link),
+            closing(Control("127.0.0.1", where.port, LAUNCHER, {NODES[0].public: "mac-0"})) as control,
+        ):
+            assert "it was heard" in str(refused_by(control, joining))
+
+
 def test_garbage_on_the_launchers_port_harms_nobody() -> None:
     draw = random.Random(0)
     with control_and_link() as (control, link), ThreadPoolExecutor(1) as thread:
@@ -282,10 +297,15 @@ def test_garbage_on_the_launchers_port_harms_nobody() -> None:
             with socket.create_connection(("127.0.0.1", control.port)) as stranger:
                 stranger.sendall(draw.randbytes(size))
         joining = thread.submit(link.join, JOIN, PATIENCE_SECONDS)
-        while not (heard := list(control.hear(0.05))):
-            pass
-        control.say(heard[0].peer, Refused(reason="it was heard"))
-        assert "it was heard" in str(joining.exception())
+        assert "it was heard" in str(refused_by(control, joining))
+
+
+def refused_by(control: Control, joining: Future[Any]) -> BaseException | None:
+    """Refuse a node that joins, once it is heard; returns what it raises."""
+    while not joining.done():
+        for heard in control.hear(0.05):
+            control.say(heard.peer, Refused(reason="it was heard"))
+    return joining.exception()
 
 
 def test_a_message_that_is_too_long_for_a_node_is_refused_where_it_is_sent() -> None:

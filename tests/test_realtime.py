@@ -349,7 +349,7 @@ def test_an_interrupted_policy_may_clean_up() -> None:
 def test_a_second_interruption_waits_for_what_runs_too() -> None:
     go_on = threading.Event()
     ended_by_loop: list[bool] = []
-    machine = Machine("gpu", bodies={"running": lambda task: ended_by_loop.append(go_on.wait(5))})
+    machine = Machine("gpu", bodies={"running": lambda task: ended_by_loop.append(go_on.wait(30))})
 
     async def policy(interrupt: Callable[[], object]) -> None:
         running = machine.submit("gpu", "running")

@@ -101,7 +101,8 @@ def test_a_second_signal_ends_the_program_at_once_without_temporary_files(tmp_pa
 
 def test_signals_that_come_together_count_as_one(tmp_path: Path) -> None:
     with started("def main():\n  try: wait()\n  finally: time.sleep(0.2)", tmp_path) as program:
-        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        stopped, goes_on = signal.SIGSTOP, signal.SIGCONT
+        for number in (stopped, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP, goes_on):
             program.send_signal(number)
         code, said, _ = end_of(program)
     assert said == "stopped\n"

@@ -161,7 +161,8 @@ def test_what_was_issued_behind_a_failed_task_counts_as_cancelled(rigs: Callable
         tasks.append(rig.copy("bad", [], [data]))
         tasks.append(rig.kernel("needs it", [data], []))
         tasks.append(rig.kernel("does not", [], []))
-        await rig.on_host("look", [], [])
+        while len(rig.streams.issued) < 3:
+            await rig.on_host("look", [], [])
         gate.set()
         await tasks[1]
 

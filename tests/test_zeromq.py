@@ -197,6 +197,7 @@ def test_ranks_whose_keys_differ_learn_why_the_other_does_not_come() -> None:
         ZeroMqTransport(addresses, 1, keys=mine, timeout_seconds=0.5),
     ]
     with closing(ranks):
+        wait_until(lambda: ranks[0].mesh.trouble(1) and ranks[1].mesh.trouble(0), "why each is refused")
         first, second = sums(ranks)
     assert re.search(
         r"rank 1 did not come in 0\.5 s; rank 1: a connection from .* was refused: its key is not known here",

@@ -39,6 +39,9 @@ _POLL_MILLISECONDS = 100
 LINGER_MILLISECONDS = 5_000
 """Milliseconds allowed for sending the last messages to the launcher."""
 
+MOST_HANG_UPS = 3
+"""Handshakes that the launcher may break off, with any key: one that was stopped for long breaks off the first."""
+
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
@@ -85,6 +88,7 @@ class ControlLink:
         self._ringing = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="link to the launcher", daemon=True)
         self._lost_after = 0.0
+        self._hang_ups = 0
         self._said, self._received = Serials(), Serials()
 
     def join(self, request: JoinRequest, patience: float) -> Welcome:
@@ -154,16 +158,18 @@ class ControlLink:
 
     def _require_handshake(self) -> None:
         while self._failures.poll(0):
-            event = recv_monitor_message(self._failures)
-            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            event = recv_monitor_message(self._failures)["event"]
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise BadInput(
                     f"the launcher at {self._where} does not know this node's key: put the text of moesched.key into "
                     "the cluster file"
                 )
-            raise BadInput(
-                f"the process at {self._where} does not have the launcher's key from the cluster file: correct "
-                "launcher.key, or the address"
-            )
+            self._hang_ups += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._hang_ups == MOST_HANG_UPS:
+                raise BadInput(
+                    f"the process at {self._where} does not have the launcher's key from the cluster file: correct "
+                    "launcher.key, or the address"
+                )
 
     # -- on the thread -----------------------------------------------------------------------------
 

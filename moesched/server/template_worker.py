@@ -90,7 +90,8 @@ def answer(renderer: Renderer, line: bytes) -> dict[str, str]:
 def serve(lines: BinaryIO, out: BinaryIO) -> None:
     """Compile the template in the first line, reply whether that worked, and render each further line's messages.
 
-    The first line also has the most seconds of a rendering: a longer one ends the process, by SIGALRM.
+    The first line also has the most seconds of a rendering: a longer one ends the process, by SIGPROF. They are the
+    processor's time: a busy machine ends nothing.
     """
     first = json.loads(next(lines))
     try:
@@ -103,9 +104,9 @@ def serve(lines: BinaryIO, out: BinaryIO) -> None:
         return
     _reply(out, {"text": ""})
     for line in lines:
-        signal.setitimer(signal.ITIMER_REAL, first["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, first["seconds"])
         reply = answer(renderer, line)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _reply(out, reply)
 
 
