@@ -35,7 +35,7 @@ def main() -> None:
         there = sum(kind.tasks for kind in experts if kind.lane == "host")
         step = format_seconds(report.step_seconds[-1])
         print(
-            f"twiddler, {batch:,} requests: {there / total:.0%} of the experts run on the CPU; a step takes {step}"
+            f"twiddler, batch {batch:,}: {there / total:.0%} of the experts run on the CPU; a step takes {step}"
         )
 
 

@@ -44,7 +44,7 @@ def test_ids_are_written_with_commas_and_prompts_with_semicolons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "item"), [("1,x", "'x'"), ("1,-2", "'-2'"), ("1,,2", "''"), ("1.5", "'1.5'")]
+    ("text", "item"), [("1,x", "'x'"), ("1,-2", "'-2'"), ("1,,2", "''"), ("1.5", "'1.5'"), ("1,٢", "'٢'")]
 )
 def test_what_is_no_id_is_named(text: str, item: str) -> None:
     with pytest.raises(BadInput, match=f"prompt 0: {item} is not a token id: write ids with commas"):

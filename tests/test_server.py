@@ -11,6 +11,7 @@ import pytest
 
 from fronts import CHAT, HELLO, SAYS, Server, chat, front, tiny_tokenizer, tokenizer_of
 from gguf_headers import TOKENS, mixtral, texts
+from moesched.errors import BadInput
 from moesched.server.codec import Numbers
 
 JSON = {"content-type": "application/json"}
@@ -226,6 +227,12 @@ async def test_an_answer_without_a_tokenizer_follows_its_prompt_in_an_echo() -> 
         for prompt in ("1 2 3", [1, 2, 3]):
             answer = await completion(server, prompt, max_tokens=2, echo=True)
             assert answer.choices[0].text.split() == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("text", ["1 ٢", "1 -2", "1_0", "1 x"])
+def test_only_digits_are_the_tokens_of_a_model_without_a_tokenizer(text: str) -> None:
+    with pytest.raises(BadInput, match=f"'{text}' is text, and the model has no tokenizer"):
+        Numbers().encode(text)
 
 
 async def test_a_prompt_alone_is_scored_without_an_answer(server: Server) -> None:

@@ -14,6 +14,7 @@ from moesched.cli.tables import print_table
 from moesched.errors import BadInput, DoesNotFit
 from moesched.inputs.options import ClusterPlanOptions, NodesOptions, PlanOptions
 from moesched.options import described, flags_given, part_of
+from moesched.system.plain_text import counted
 from moesched.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -129,9 +130,8 @@ def print_proposal(proposal: Proposal) -> None:
     if len(proposal.ranking) > 1:
         say()
         print_ranking(proposal.ranking, proposal.objective)
-    requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
     say(
-        f"\nA run of {requests} takes {format_seconds(_run_seconds(proposal))}. "
+        f"\nA run of {counted(plan.batch_size, 'request')} takes {format_seconds(_run_seconds(proposal))}. "
         f"{predicted.bound_by} is the bottleneck."
     )
 

@@ -16,6 +16,7 @@ from moesched.jobs.report import ClusterReport, JobReport, NodeReport
 from moesched.runs.outcome import ForecastUse, LaneUse, PoolUse, PreviewUse
 from moesched.runs.process_bytes import ProcessBytes
 from moesched.seams import Emulation
+from moesched.system.plain_text import counted
 from moesched.units import format_bytes, format_seconds, format_token_rate
 
 
@@ -95,8 +96,7 @@ def _measured_or_predicted(report: JobReport) -> str:
 def _sizes(report: JobReport) -> str:
     """Return a line of text with the sizes of a run's batches, and with the places of weights and KV cache."""
     plan = report.plan
-    requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
-    sizes = f"{requests}, micro-batches of {plan.micro_batch_size}, {_new_tokens(report)}"
+    sizes = f"{counted(plan.batch_size, 'request')}, micro-batches of {plan.micro_batch_size}, {_new_tokens(report)}"
     if plan.prefill_chunk is not None:
         sizes += f", prompts in chunks of {plan.prefill_chunk} tokens"
     if report.padded:
@@ -146,7 +146,7 @@ def _new_tokens(report: JobReport) -> str:
     """Return the number of new tokens per request as text; if some ended early, the sum over all requests."""
     most, tokens = report.plan.new_tokens, report.tokens
     if tokens is None or all(len(each) == most for each in tokens):
-        return "1 new token" if most == 1 else f"{most} new tokens"
+        return counted(most, "new token")
     made = sum(map(len, tokens))
     return f"{made:,} new token{'' if made == 1 else 's'}, at most {most} a request"
 

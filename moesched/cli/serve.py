@@ -13,6 +13,7 @@ from moesched.cli.output import Bar, planners_choice
 from moesched.jobs.served_options import ServedOptions
 from moesched.options import part_of
 from moesched.server.options import FrontOptions
+from moesched.system.plain_text import counted
 from moesched.system.standard_output import command_output
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ def chosen(ready: Ready) -> str:
 
     The result is empty if the user named the policy.
     """
-    return planners_choice(ready.predicted, f" with {ready.places * ready.sequences} requests at once")
+    return planners_choice(
+        ready.predicted, f" with {counted(ready.places * ready.sequences, 'request')} at once"
+    )
 
 
 def lacks(notes: Notes) -> list[str]:

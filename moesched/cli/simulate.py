@@ -14,6 +14,7 @@ from moesched.errors import BadInput
 from moesched.jobs.options import ScenarioOptions, SimulationOptions
 from moesched.jobs.served_options import ArrivalsOptions
 from moesched.options import flags_given, part_of
+from moesched.system.plain_text import counted
 from moesched.units import format_seconds
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def print_service(report: ServiceReport) -> None:
     place = report.machine if report.nodes == 1 else f"{report.nodes} nodes of {report.machine}"
     say(f"\n{report.model} ({report.dtype}) on {place}, {report.policy}, {word}\n")
     done = report.requests - report.left
-    say(f"{report.requests} requests in {format_seconds(report.seconds)}, {done} completed")
+    say(f"{counted(report.requests, 'request')} in {format_seconds(report.seconds)}, {done} completed")
     say(
         f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.3g} tokens/s, "
         f"{report.steps:,} steps\n"

@@ -9,7 +9,7 @@ from typing import Any
 from moesched.errors import BadInput
 from moesched.system.decoding import decode_json
 from moesched.system.input_file import read_input
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import is_number, shown
 
 MOST_BYTES = 1_000_000
 MOST_DIGITS = 9
@@ -67,6 +67,6 @@ def _count(names: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _number(name: str, text: str) -> int:
-    if not text.isdecimal() or len(text) > MOST_DIGITS:
+    if not is_number(text, MOST_DIGITS):
         raise BadInput(f"{name} is {shown(text)} in the environment: it must be a whole number")
     return int(text)

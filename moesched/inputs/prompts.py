@@ -13,7 +13,7 @@ from moesched.inputs.tokenizer import TOKENIZER_NAME, Tokenizer
 from moesched.models.config import ModelConfig
 from moesched.system.decoding import decode_json
 from moesched.system.input_file import read_input
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import is_number, shown
 
 Prompt = str | Sequence[int]
 """A prompt: a text, or token ids."""
@@ -37,7 +37,7 @@ def parse_prompt_ids(text: str) -> list[list[int]]:
     for number, prompt in enumerate(text.split(";")):
         ids = [item.strip() for item in prompt.split(",")] if prompt.strip() else []
         for item in ids:
-            if not item.isdecimal() or len(item) > MOST_DIGITS:
+            if not is_number(item, MOST_DIGITS):
                 raise BadInput(
                     f"prompt {number}: {shown(item)} is not a token id: write ids with commas between them, "
                     "and semicolons between prompts, such as 1,2,3;4,5"

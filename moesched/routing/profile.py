@@ -24,7 +24,7 @@ from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_EXPERTS
 from moesched.system.input_file import given_path, read_input
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import is_number, shown
 from moesched.system.whole_file import whole_file
 
 HEADER = "layer,expert,count"
@@ -186,7 +186,7 @@ class _Reader:
         return tuple(tuple(count for count in row if count is not None) for row in counts)
 
     def _whole_number(self, name: str, text: str, *, least: int = 0, below: int | None = None) -> int:
-        if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS):
+        if not is_number(text, MOST_DIGITS):
             raise self._broken(f"{name} is {shown(text)}: give a whole number from {least} on")
         number = int(text)
         if number < least or (below is not None and number >= below):

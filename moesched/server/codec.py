@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from moesched.errors import BadInput
+from moesched.inputs.prompts import MOST_DIGITS
 from moesched.inputs.tokenizer import Decodes
-from moesched.system.plain_text import shown
+from moesched.system.plain_text import is_number, shown
 
 AT_ONCE = 2_000
 """The most characters of a text that is encoded on the event loop; longer ones are encoded on another thread."""
@@ -44,13 +45,13 @@ class Numbers:
         Raises:
             BadInput: the text has anything but numbers.
         """
-        try:
-            return [int(word) for word in text.split()]
-        except ValueError:
+        words = text.split()
+        if not all(is_number(word, MOST_DIGITS) for word in words):
             raise BadInput(
                 f"{shown(text)} is text, and the model has no tokenizer: give the ids of tokens, or add tokenizer.json "
                 "to its folder"
-            ) from None
+            )
+        return [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Write token ids, each after a space."""

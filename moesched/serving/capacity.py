@@ -9,6 +9,7 @@ from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.serving.request import Request
+from moesched.system.plain_text import counted
 
 PROMPT_TOKENS = 2048
 """Prompt tokens of a micro-batch in a step, so that requests that come together do not wait for each other."""
@@ -43,7 +44,7 @@ class Capacity(msgspec.Struct, frozen=True):
         if self.cache_tokens < least or self.cache_tokens % KV_BLOCK_TOKENS:
             raise BadInput(
                 f"cache_tokens is {self.cache_tokens}: give a multiple of {KV_BLOCK_TOKENS}, and at least {least} for "
-                f"{self.sequences} requests"
+                f"{counted(self.sequences, 'request')}"
             )
 
     def fullest(self) -> Batch:

@@ -20,6 +20,7 @@ from moesched.steps.process import Process
 from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations
 from moesched.steps.roles import Role, role_named
 from moesched.system.cells import html_of
+from moesched.system.plain_text import counted
 
 VERBS_OF_A_LAYER = 20
 """Upper bound of the tasks of a layer, without those of its experts."""
@@ -81,7 +82,8 @@ class PlanFacts(Declarations):
         self._seal()
 
     def __repr__(self) -> str:
-        sizes = f"{len(self.batch.prompts)} requests in {len(self.micro_batches)} micro-batches"
+        parts = len(self.micro_batches)
+        sizes = f"{counted(len(self.batch.prompts), 'request')} in {parts} micro-batch{'' if parts == 1 else 'es'}"
         placed = sum(len(kept.slots) for kept in self.weights.resident)
         return f"<Plan: {self.layout.config.name} on {self.machine.name}, {sizes}, {placed} resident pages>"
 

@@ -27,6 +27,16 @@ def is_utf8(text: str) -> bool:
     return True
 
 
+def is_number(text: str, most_digits: int) -> bool:
+    """Test whether a text has only the digits 0 to 9, and no more than `most_digits`; Python's `int` reads others."""
+    return text.isascii() and text.isdecimal() and len(text) <= most_digits
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things in words, such as "1 request" or "2 requests"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def shown(value: object) -> str:
     """Return the `repr` of a value, shortened if the value is long or nested deep."""
     return _SHORT.repr(value)
