@@ -38,24 +38,17 @@ class SlowOnTheSecond(EpRouterAided):
         await super().decode(step)
 
 
-class UnhurriedAlone(EpBalanced):
-    """Takes its time for each step while the other nodes are lost, so that they can come back meanwhile."""
-
-    async def decode(self, step: Step) -> None:
-        if step.nodes == 1:
-            time.sleep(0.1)
-        await super().decode(step)
-
-
 class _Awaiting(NodeExperts):
-    """Begins its last step once a file is there, so that no run ends before."""
+    """Awaits a file after a number of decode steps, so that no node is done before the test is where it wants to be."""
 
-    def __init__(self, file: str = ".") -> None:
+    def __init__(self, file: str = ".", steps: int = 0) -> None:
         super().__init__()
         self._file = Path(file)
+        self._steps = steps
 
     async def decode(self, step: Step) -> None:
-        while step.last and not self._file.exists():
+        self._steps -= 1
+        while self._steps < 0 and not self._file.exists():
             time.sleep(0.002)
         await super().decode(step)
 
@@ -70,6 +63,15 @@ class AwaitingNaive(_Awaiting, EpNaive):
 
 class AwaitingRouterAided(_Awaiting, EpRouterAided):
     """`ep_router_aided` that awaits a file."""
+
+
+class UnhurriedAlone(AwaitingBalanced):
+    """Takes its time for each step while the other nodes are lost, so that they can come back meanwhile."""
+
+    async def decode(self, step: Step) -> None:
+        if step.nodes == 1:
+            time.sleep(0.1)
+        await super().decode(step)
 
 
 class Once(Resident):

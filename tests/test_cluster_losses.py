@@ -38,9 +38,12 @@ def alone(model: Path, new_tokens: int) -> Any:
     ).tokens
 
 
-def awaiting(file: Path, policy: str) -> dict[str, Any]:
-    """Options of a run whose nodes await a file before their last step: they may be far ahead of their launcher."""
-    return {"policy": f"policies_for_tests:{policy}", "settings": {"file": str(file)}}
+def awaiting(file: Path, policy: str, steps: int = NEW_TOKENS - 2) -> dict[str, Any]:
+    """Options of a run whose nodes await a file after some decode steps: they may be far ahead of their launcher.
+
+    steps: the number of them; by default all but the last one.
+    """
+    return {"policy": f"policies_for_tests:{policy}", "settings": {"file": str(file), "steps": steps}}
 
 
 @pytest.mark.parametrize("number", range(10))
@@ -112,11 +115,14 @@ def test_a_node_that_comes_back_takes_part_again(
     file, _ = seated
     arguments = ["node", str(models / "mixtral"), "--cluster", str(file), "--rank", "0"]
 
+    killed = file.parent / "killed"
+
     def act() -> None:
         forks.nodes[0].process.kill()
+        killed.touch()
         forks.start(0, arguments, file.parent / "back.err")
 
-    more = {"policy": "policies_for_tests:UnhurriedAlone", "max_new_tokens": 150}
+    more = {"max_new_tokens": 150, **awaiting(killed, "UnhurriedAlone", steps=10)}
     expected = alone(models / "mixtral", 150)
     report = run_seated(file, forks, models / "mixtral", listener=Killer(30, act), **more)
     assert report.tokens == expected
@@ -190,17 +196,20 @@ def test_a_node_that_goes_on_after_it_was_lost_changes_no_token_and_ends(
         forks(file.parent)(node, arguments)
         return ByOthers()  # which the launcher cannot kill
 
+    stopped = file.parent / "stopped"
+
     def signals(number: int) -> None:
         os.kill(forks.nodes[0].process.pid or 0, number)
+        stopped.touch()
 
     report = run_seated(
         file,
         forks,
         models / "mixtral",
         start=start,
-        policy="policies_for_tests:UnhurriedAlone",
         max_new_tokens=30,
         listener=AtTokens({30: partial(signals, signal.SIGSTOP), 45: partial(signals, signal.SIGCONT)}),
+        **awaiting(stopped, "UnhurriedAlone", steps=10),
     )
     assert report.tokens == alone(models / "mixtral", 30)
     assert report.members[0].lost == "silent for 10 s"
