@@ -98,26 +98,16 @@ _PUBLISHED: dict[str, Any] = {
 }
 """Keys that the published models have in common."""
 
+
+def _of(name: str, **keys: Any) -> ModelConfig:
+    return known_model(read, f"granite-3.0-{name}", **_PUBLISHED, **keys)
+
+
 GRANITE_MOE = Architecture(
     model_types=("granitemoe",),
     shapes=(
-        known_model(
-            read,
-            "granite-3.0-1b-a400m",
-            num_hidden_layers=24,
-            hidden_size=1024,
-            num_attention_heads=16,
-            num_local_experts=32,
-            **_PUBLISHED,
-        ),
-        known_model(
-            read,
-            "granite-3.0-3b-a800m",
-            hidden_size=1536,
-            num_attention_heads=24,
-            num_local_experts=40,
-            **_PUBLISHED,
-        ),
+        _of("1b-a400m", num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, num_local_experts=32),
+        _of("3b-a800m", hidden_size=1536, num_attention_heads=24, num_local_experts=40),
     ),
     sources={
         "granite-3.0-1b-a400m": "huggingface.co/ibm-granite/granite-3.0-1b-a400m-base",
