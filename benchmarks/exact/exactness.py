@@ -1,13 +1,13 @@
 """Check results against Hugging Face, and from policy to policy to the bit.
 
 Against Hugging Face: the tiny Mixtral that ships and random models of every shape (Mixtral, DBRX, Qwen3-MoE with up
-to 128 experts, OLMoE, MiniMax-M2, GLM-4.5) generate greedily from prompts of mixed length in one batch. Hugging Face is
-given the same text at once. In float32 a token counts as wrong where it is not the first choice of Hugging Face, unless
-its first two logits are at most 1e-4 apart.
+to 128 experts, OLMoE, MiniMax-M2, GLM-4.5, gpt-oss, Granite) generate greedily from prompts of mixed length in one
+batch. Hugging Face is given the same text at once. In float32 a token counts as wrong where it is not the first choice
+of Hugging Face, unless its first two logits are at most 1e-4 apart.
 
-In bfloat16 our error and Hugging Face's own bfloat16 error are both taken against Hugging Face in float32 with the
-same (rounded) weights, over all logits, in units of the spread of the model's logits, so that all models weigh the
-same. Now and then rounding sends a token to another expert, on either side. That makes the errors of one model a matter
+Two computations in float32 differ by the rounding of both. So our error and Hugging Face's own are also taken against
+Hugging Face in float64; and those in bfloat16 against Hugging Face in float32 with the same (rounded) weights: over all
+logits, in units of the spread of the model's logits, so that all models weigh the same. Now and then rounding sends a token to another expert, on either side. That makes the errors of one model a matter
 of luck, so they are pooled over all models.
 
 Beam search: Hugging Face's `generate` and ours, on some of these models, with widths from 4 to 16, several length
@@ -37,7 +37,6 @@ from benchmarks.record.results import ROOT
 from benchmarks.shared.equal_bits import SCHEDULES, all_runs
 from benchmarks.shared.random_models import (
     DECISIVE,
-    hugging_face_logits,
     load_model,
     prompts_of,
     random_dbrx,
@@ -68,7 +67,7 @@ BEAM_WIDTHS = (4, 8, 12, 16)
 LENGTH_PENALTIES = (1.0, 0.0, 2.0)
 BEAM_MODELS = 6  # of each family
 SAME_SCORE = 1e-4
-MOST_BFLOAT16 = 2.0
+MOST_ERROR = 2.0
 MOST_DIFFERENCE = 1e-5
 
 MAKERS: dict[str, Callable[[int], Any]] = {
@@ -90,8 +89,9 @@ def claims(result: Result) -> Iterator[Claim]:
     yield none_of("wrong greedy tokens in float32 against Hugging Face", float32["wrong_tokens"], counted)
     words = "float32 logits beside Hugging Face's, of the largest logit"
     yield at_most(words, float32["largest_difference"], MOST_DIFFERENCE, "{:.1e}")
-    worst = max(each["ratio"] for each in result["bfloat16"].values())
-    yield at_most("error of bfloat16 logits over Hugging Face's own", worst, MOST_BFLOAT16, "{:.2f}")
+    for dtype in ("float32", "bfloat16"):
+        worst = max(each["ratio"] for each in result[f"{dtype}_errors"].values())
+        yield at_most(f"error of {dtype} logits over Hugging Face's own", worst, MOST_ERROR, "{:.2f}")
     beams = result["beams"]
     words = "beam searches whose best sequence is not Hugging Face's"
     yield none_of(words, beams["other_sequences"], beams["searches"])
@@ -129,7 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds": round(time.perf_counter() - started, 1),
         "models": f"tiny-mixtral, and {options.rounds} random models of each family: {', '.join(options.only)}",
         "float32": float32_figures([pair.float32 for pair in pairs]),
-        "bfloat16": bfloat16_figures([pair.bfloat16 for pair in pairs]),
+        "float32_errors": error_figures([pair.float32_errors for pair in pairs]),
+        "bfloat16_errors": error_figures([pair.bfloat16_errors for pair in pairs]),
         "beams": beams,
         "policies": policies,
     }
@@ -159,14 +160,15 @@ class Float32(NamedTuple):
 
 
 Errors = tuple[Tensor, Tensor]
-"""Our errors and Hugging Face's in bfloat16, of all logits, in spreads of the exact logits."""
+"""Our errors and Hugging Face's, of all logits, in spreads of the exact logits."""
 
 
 class Pair(NamedTuple):
     """One model's comparison with Hugging Face."""
 
     float32: Float32
-    bfloat16: Errors
+    float32_errors: Errors
+    bfloat16_errors: Errors
 
 
 def compare(directory: Path) -> Pair:
@@ -174,26 +176,29 @@ def compare(directory: Path) -> Pair:
     checkpoint = open_checkpoint(directory)
     prompts = prompts_of(checkpoint.config.vocabulary)
     return Pair(
-        compare_float32(directory, checkpoint, prompts), compare_bfloat16(directory, checkpoint, prompts)
+        *compare_float32(directory, checkpoint, prompts), compare_bfloat16(directory, checkpoint, prompts)
     )
 
 
-def compare_float32(directory: Path, checkpoint: Checkpoint, prompts: list[list[int]]) -> Float32:
-    """Our greedy tokens and logits beside Hugging Face's for the same text."""
+def compare_float32(
+    directory: Path, checkpoint: Checkpoint, prompts: list[list[int]]
+) -> tuple[Float32, Errors]:
+    """Our greedy tokens and logits beside Hugging Face's for the same text, and both logits beside float64."""
     ours = ours_in("float32", checkpoint, prompts, MICRO_BATCH)
+    texts = texts_of(prompts, ours)
     model = load_model(directory, torch.float32)
-    expected_RSV = torch.stack(
-        [hugging_face_logits(model, text)[-NEW_TOKENS - 1 : -1] for text in texts_of(prompts, ours)]
-    )
+    expected_RSV = theirs_in(model, texts)
+    exact_RSV = theirs_in(model.double(), texts)
     first, second = expected_RSV.topk(2, dim=-1).values.unbind(-1)
     decisive = first - second > DECISIVE
     wrong = (expected_RSV.argmax(-1) != torch.tensor(ours.tokens)) & decisive
-    return Float32(
+    found = Float32(
         decisive.numel(),
         int(decisive.sum()),
         int(wrong.sum()),
         float((ours.logits_RSV - expected_RSV).abs().max() / expected_RSV.abs().max()),
     )
+    return found, errors_beside(exact_RSV, ours.logits_RSV, expected_RSV)
 
 
 def compare_bfloat16(directory: Path, checkpoint: Checkpoint, prompts: list[list[int]]) -> Errors:
@@ -207,10 +212,13 @@ def compare_bfloat16(directory: Path, checkpoint: Checkpoint, prompts: list[list
         for parameter in exact.parameters():
             parameter.copy_(parameter.bfloat16())
     exact_RSV = theirs_in(exact, texts)
-    return (
-        ((ours.logits_RSV - exact_RSV) / exact_RSV.std()).flatten(),
-        ((theirs_RSV - exact_RSV) / exact_RSV.std()).flatten(),
-    )
+    return errors_beside(exact_RSV, ours.logits_RSV, theirs_RSV)
+
+
+def errors_beside(exact_RSV: Tensor, ours_RSV: Tensor, theirs_RSV: Tensor) -> Errors:
+    """The errors of both, beside logits that are exact."""
+    spread = exact_RSV.std()
+    return ((ours_RSV - exact_RSV) / spread).flatten(), ((theirs_RSV - exact_RSV) / spread).flatten()
 
 
 def ours_in(dtype: str, checkpoint: Checkpoint, prompts: list[list[int]], micro_batch_size: int) -> Generated:
@@ -234,7 +242,7 @@ def texts_of(prompts: Sequence[Sequence[int]], generated: Generated) -> list[lis
 @torch.inference_mode()
 def theirs_in(model: Any, texts: list[list[int]]) -> Tensor:
     """Hugging Face's logits (R, S, V) of the generated positions."""
-    return torch.stack([model(torch.tensor([text[:-1]])).logits[0, -NEW_TOKENS:].float() for text in texts])
+    return torch.stack([model(torch.tensor([text[:-1]])).logits[0, -NEW_TOKENS:] for text in texts])
 
 
 def float32_figures(models: list[Float32]) -> dict[str, Any]:
@@ -248,13 +256,13 @@ def float32_figures(models: list[Float32]) -> dict[str, Any]:
     }
 
 
-def bfloat16_figures(models: list[Errors]) -> dict[str, Any]:
+def error_figures(models: list[Errors]) -> dict[str, Any]:
     """Our error, theirs, and the first over the second, over the logits of all models."""
     ours, theirs = (torch.cat(errors) for errors in zip(*models, strict=True))
     return {
         name: {
-            "ours": round(error(ours), 5),
-            "hugging_face": round(error(theirs), 5),
+            "ours": float(f"{error(ours):.3g}"),
+            "hugging_face": float(f"{error(theirs):.3g}"),
             "ratio": round(error(ours) / error(theirs), 3),
         }
         for name, error in ERRORS.items()
