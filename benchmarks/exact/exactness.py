@@ -7,8 +7,9 @@ of Hugging Face, unless its first two logits are at most 1e-4 apart.
 
 Two computations in float32 differ by the rounding of both. So our error and Hugging Face's own are also taken against
 Hugging Face in float64; and those in bfloat16 against Hugging Face in float32 with the same (rounded) weights: over all
-logits, in units of the spread of the model's logits, so that all models weigh the same. Now and then rounding sends a token to another expert, on either side. That makes the errors of one model a matter
-of luck, so they are pooled over all models.
+logits, in units of the spread of the model's logits, so that all models weigh the same. Now and then rounding sends a
+token to another expert, on either side. That makes the errors of one model a matter of luck, so they are pooled over
+all models.
 
 Beam search: Hugging Face's `generate` and ours, on some of these models, with widths from 4 to 16, several length
 penalties, with early stopping and without. The best sequence must be the same, and its score to 1e-4. Models whose
