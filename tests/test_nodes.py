@@ -29,6 +29,7 @@ from moesched.testing import Case
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport
 from moesched.work import Work
+from odd_models import GLM, GPT_OSS, GRANITE, MINIMAX
 from reference import decisive_tokens
 from small_models import SMALL, small_model
 
@@ -38,6 +39,8 @@ DBRX = SMALL.varied(
     experts=5, top_k=3,
 )  # fmt: skip
 MODELS = {config.name: config for config in (MIXTRAL, DBRX)}
+# With a dense layer and shared experts; with biases and sinks; with factors; with a router that corrects its choice.
+OTHERS = {config.name: config for config in (GLM, GPT_OSS, GRANITE, MINIMAX)}
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12]]
 NEW_TOKENS = 4
 POLICIES = ["ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced"]
@@ -46,7 +49,7 @@ POLICIES = ["ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nodes")
-    for name, config in MODELS.items():
+    for name, config in (MODELS | OTHERS).items():
         small_model(folder / name, config=config)
     return folder
 
@@ -110,6 +113,18 @@ def test_so_they_do_with_the_first_one_at_the_centre(folder: Path, policy: str) 
     tokens, devices = run_nodes(folder / "dbrx", policy, nodes, decentralised=False)
     assert tokens == expected(folder / "dbrx")
     assert not any(other.logits for other in devices[1:])
+
+
+@pytest.mark.parametrize("decentralised", [True, False])
+@pytest.mark.parametrize("model", OTHERS)
+def test_nodes_give_the_logits_of_one_machine(folder: Path, model: str, decentralised: bool) -> None:
+    _, (alone,) = run_nodes(folder / model, "resident", 1)
+    for nodes in (2, 3):
+        _, devices = run_nodes(folder / model, "ep_router_aided", nodes, decentralised=decentralised)
+        for (_, mine), (_, theirs) in zip(devices[0].logits, alone.logits, strict=True):
+            assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        if decentralised:
+            check_logits_alike(devices)
 
 
 def test_a_node_reads_its_own_experts_only(folder: Path) -> None:

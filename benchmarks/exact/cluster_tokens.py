@@ -1,8 +1,9 @@
 """Processes on this machine, over ZeroMQ with CURVE: do they give one process's tokens, and each other's logits?
 
-Every policy for several nodes, centralised and decentralised, on random models of Mixtral's and DBRX's form, on torch
-and on MLX. Tokens are compared with one process's on the same device as far as the gap between its first and second
-logit exceeds 1e-4; logits of the nodes that compute any are compared to the bit.
+Every policy for several nodes, centralised and decentralised, on random models: Mixtral's and DBRX's form on torch and
+on MLX; gpt-oss, GLM-4.5, MiniMax-M2 and Granite on torch. Tokens are compared with one process's on the same device as
+far as the gap between its first and second logit exceeds 1e-4; logits of the nodes that compute any are compared to the
+bit.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.rotary import Rotary
 from moesched.models.shapes import SHAPES
+from odd_models import GLM, GPT_OSS, GRANITE, MINIMAX
 
 GAP = 1e-4
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90]]
@@ -64,6 +66,8 @@ DBRX = MIXTRAL.varied(
     name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rotary=Rotary(theta=5e5), experts=16,
     top_k=4,
 )  # fmt: skip
+MODELS = dict.fromkeys((MIXTRAL, DBRX), DEVICES) | dict.fromkeys((GLM, GPT_OSS, GRANITE, MINIMAX), ("torch",))
+"""The devices that run each model on several nodes."""
 
 
 class Reference(NamedTuple):
@@ -85,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     rows = []
     with TemporaryDirectory() as name:
-        for config in (MIXTRAL, DBRX):
+        for config, devices in MODELS.items():
             model = Path(name) / config.name
             write_random_model(config, model, dtype="float32")
-            for device in DEVICES:
+            for device in devices:
                 chosen = [policy for policy in POLICIES if f"{device}, {policy}" in options.only]
                 cases = [*product(NODES, chosen, (True, False))] * options.rounds
                 reference = one_process(model, device) if cases else NO_REFERENCE

@@ -40,10 +40,10 @@ from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.errors import TaskFailed
 from moesched.tasks import Task
 from moesched.trace import About, Recorder, check_trace, write_trace
-from odd_models import GPT_OSS, GRANITE, stored
+from odd_models import DBRX, GLM, GPT_OSS, GRANITE, MINIMAX, OLMOE, stored
 from policies_for_two_memories import STREAM_MOST
 
-FAMILIES = (GPT_OSS, GRANITE)
+FAMILIES = (OLMOE, DBRX, MINIMAX, GLM, GPT_OSS, GRANITE)
 NAMED = {case.name: case for case in CASES}
 
 DEEP = Size([[number % 90 + 1, 7] for number in range(32)], 17, 1)

@@ -3,7 +3,7 @@
 Parts are questions:
 
 - bits: does a batch have the bits of the CPU, within its plan's bytes, with a valid trace?
-- families: have models of other families the bits of the CPU, too, on one GPU?
+- families: have models of other families the bits of the CPU, too, on one GPU and on several nodes?
 - batches: is the memory the same after each of three batches?
 - errors: does an error at a random piece of work, on any stream, end the run in time, with its story, nothing left?
 - ledger: does a GPU suffice whose free memory gives just the plan, by an allocator that rounds up as torch's does?
@@ -121,9 +121,9 @@ def units_of(question: str, rounds: int) -> list[Unit]:
         units = [Unit(question, case, first, end - first) for case, first, end in spans if end > first]
         Random(0).shuffle(units)
         return units
-    alone = [case for case in CASES if WAYS[case.way].ranks == WAYS[case.way].nodes == 1]
+    whole_models = [case for case in CASES if WAYS[case.way].ranks == 1]
     return {
-        "families": [Unit(question, case, 0, len(FAMILIES)) for case in alone],
+        "families": [Unit(question, case, 0, len(FAMILIES)) for case in whole_models],
         "batches": [Unit(question, case, 1, 3) for case in CASES],
         "ledger": [Unit(question, case, 0, max(1, rounds // 100)) for case in whole],
         "spans": [Unit(question, whole[0], 0, max(1, rounds // 10))],

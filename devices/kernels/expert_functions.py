@@ -124,6 +124,8 @@ def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
             in which the experts ran.
     """
     tokens, choices = rows_Tk.shape
+    if not choices:
+        return torch.zeros(tokens, y_nD.shape[1], device=y_nD.device)
     y_TkD = y_nD.index_select(0, rows_Tk.view(-1)).view(tokens, choices, -1)
     total_TD: Tensor = y_TkD[:, 0] * weights_Tk[:, :1]
     for choice in range(1, choices):

@@ -121,8 +121,12 @@ class MoELayer:
         """
         routed = self.route(task)
         value = self._experts.group(task, routed, self._reader(task), *self._scores_of(routed))
-        self._experts.run_shared(task, self._weights(task.operands))
+        self.run_shared(task)
         return value
+
+    def run_shared(self, task: Task) -> None:
+        """Run the layer's shared expert, if it has one, on all tokens of a task's micro-batch."""
+        self._experts.run_shared(task, self._weights(task.operands))
 
     def route(self, task: Task) -> RouterOutput:
         """Run norm and router on a task's micro-batch; returns each token's experts and their weights."""

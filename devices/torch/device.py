@@ -214,9 +214,10 @@ class TorchDevice(ChoosesDtype):
             first: not used by this device.
 
         Raises:
-            BadInput: the model has parts that only a device alone computes.
+            BadInput: the model was cut, and has parts that a rank does not compute.
         """
-        require_plain_layers(self.layout.config, "one of several ranks or nodes")
+        if self.layout.config.ranks > 1:
+            require_plain_layers(self.layout.config, "one of several ranks")
         self._rank = rank if self.layout.config.ranks > 1 else 0
         self._transport = transport
 

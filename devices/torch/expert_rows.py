@@ -65,17 +65,20 @@ class ExpertRows:
         self.on_host: HostRows | None = None
         self._rows: dict[int, range] = {}
 
-    def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+    def outputs(self, *, shared: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs of all rows, and the row of each token's outputs.
 
         A shared expert counts as one more expert of every token, the last one.
+
+        Args:
+            shared: False to leave the shared expert out.
 
         Returns:
             the output rows (n, D); the row of each of a token's experts (T, k); and the weights of each token's experts
             (T, k).
         """
         rows_Tk, weights_Tk = self.order.rows_Tk, self.weights_Tk
-        if self.shared is not None:
+        if shared and self.shared is not None:
             first, last = len(self.y_nD), len(self._outputs)
             own_T1 = torch.arange(first, last, device=rows_Tk.device)[:, None]
             rows_Tk = torch.cat([rows_Tk, own_T1], dim=1)

@@ -16,6 +16,7 @@ from ..products.linear import Tensor
 from ..products.team import use_cores
 from ..runner.micro_batch import MicroBatchState
 from ..runner.moe_layer import MoELayer
+from ..shared.node_exchanges import FIRST
 from .compute import Compute
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class NodeSide:
         project_output: Callable[[Task], None],
     ) -> None:
         self._node = plan.nodes.index
-        self._top_k = plan.layout.config.routed.top_k
+        self._config = plan.layout.config
         self._states = states
         self._moe = moe
         self._accelerator = compute.accelerator
@@ -48,14 +49,18 @@ class NodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Tensor:
-        """Return the weighted sum of this node's own experts' outputs, (T, D) float32, on the accelerator."""
+        """Return the weighted sum of this node's own experts' outputs, (T, D) float32, on the accelerator.
+
+        The first node also adds the outputs of the shared expert, if the layer has one.
+        """
         use_cores(1)
         state = self._states[task.micro_batch]
         for expert, node in task.operands.items():
             if node != self._node:
                 span = state.rows.of(expert)
                 state.rows.y_nD[span.start : span.stop] = 0
-        total_TD = expert_functions.sum_experts(*state.rows.outputs())
+        outputs = state.rows.outputs(shared=self._node == FIRST)
+        total_TD = expert_functions.sum_experts(*outputs)
         del state.rows
         return total_TD
 
@@ -73,7 +78,7 @@ class NodeSide:
         state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router.
+        """Run the router, and the shared expert, if the layer has one.
 
         Returns:
             the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes:
@@ -84,15 +89,18 @@ class NodeSide:
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         routed_TX = self.on_host(torch.cat([each.float() for each in parts], dim=-1))
-        return self._moe.group(task, routed), routed_TX
+        counts = self._moe.group(task, routed)
+        self._moe.run_shared(task)
+        return counts, routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """Keep the first node's router result as this node's; returns the number of rows of each expert that has any.
 
         routed_TX: the second value that `route` returned on the first node.
         """
-        ends = (-2 * self._top_k, -self._top_k)
-        x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
+        top_k = self._config.layer(task.layer).feed_forward.top_k
+        sizes = self._config.hidden, top_k, top_k
+        x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).split(sizes, dim=-1)
         routed = RouterOutput(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)
         return self._moe.group(task, routed, reports=False)
 
