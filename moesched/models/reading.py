@@ -106,8 +106,8 @@ def require_plain_layers(config: ModelConfig, who: str) -> None:
         found.add("factors of embeddings, residual or logits")
     if parts := sorted(found):
         raise BadInput(
-            f"{config.name} has {' and '.join(parts)}, which {who} does not compute: use --device torch, or cuda, on "
-            "one machine and one accelerator"
+            f"{config.name} has {' and '.join(parts)}, which {who} does not compute: use --device torch, or cuda, "
+            "without --tensor-parallel"
         )
 
 
