@@ -69,7 +69,7 @@ class NotInstalled(Peer):
 
 def test_without_lm_eval_one_line_says_how_to_get_it() -> None:
     with pytest.raises(SystemExit) as ended:
-        python(NotInstalled("lm-eval", requirements=LM_EVAL.requirements))
+        python(NotInstalled("lm-eval", module="", requirements=LM_EVAL.requirements))
     said = str(ended.value)
     assert said.startswith("lm-eval is not installed: no network; ")
     assert f"pip install '{LM_EVAL.requirements[0]}'" in said

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.peers.environment import Peer
 from benchmarks.peers.protocol import PeerFailed
 
-LM_EVAL = Peer("lm-eval", requirements=("lm_eval[api]==0.4.13",))
+LM_EVAL = Peer("lm-eval", module="", requirements=("lm_eval[api]==0.4.13",))
 
 
 class Answer(NamedTuple):

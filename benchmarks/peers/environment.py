@@ -25,7 +25,7 @@ class Peer(NamedTuple):
     """A way to run the model.
 
     Attributes:
-        module: in this package, the program of its process; none where only the interpreter is wanted.
+        module: in this package, the program of its process.
         requirements: of pip; none for what `.[dev]` already installs.
         installing: environment variables of the installation.
         environment: environment variables of its process.
@@ -34,7 +34,7 @@ class Peer(NamedTuple):
     """
 
     name: str
-    module: str = ""
+    module: str
     requirements: tuple[str, ...] = ()
     installing: Mapping[str, str] = {}
     environment: Mapping[str, str] = {}
