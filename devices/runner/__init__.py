@@ -1,1 +1,1 @@
-"""The runner: runs a task by kernels of the kernel table, chosen for the task's verb (kind). Torch and MLX share it."""
+"""The runner, which the torch and MLX devices share: runs tasks with kernels from the kernel table."""

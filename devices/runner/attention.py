@@ -14,23 +14,26 @@ from ..kernels.workspace import Scratch
 from .micro_batch import MicroBatchState
 
 WeightsOf = Callable[[View[Any]], KernelWeights[Any]]
-"""A function that returns the weights in a view of pages: the operands of a task."""
+"""A function that returns the weights in a view of pages, which a task has as its operands."""
 
 
 def identity(hidden_TD: Any) -> Any:
-    """Return the hidden states unchanged: the residual of a device without ranks, or of the first rank."""
+    """Return the hidden states themselves as the residual; only ranks after the first have zeros instead."""
     return hidden_TD
 
 
 class Attention:
-    """Runs the verbs (kinds of tasks) of a layer before its experts; the KV cache is in the memory where kernels run.
+    """Runs the verbs (kinds of tasks) that come before a layer's experts.
+
+    The KV cache is in the memory that kernels compute from.
 
     Args:
-        states: the micro-batches, by number.
-        weights: function from a task's view (the pages of weights that the task reads) to the weights in these pages.
+        states: the state of each micro-batch, by the micro-batch's number.
+        weights: function that returns the weights in a task's view, that is, in the pages that the task reads.
         embedding: the weights for the verb `embed`; empty on a node that does not attend.
-        residual_of: function from hidden states to the residual: the hidden states, or zeros on all ranks but the
-            first.
+        kernels: finds the kernel of an operation, and binds it to weights and memory.
+        residual_of: function that returns the residual, given the hidden states: the same hidden states on the first
+            rank, and zeros on all other ranks.
         keeps_attended: True if, in decode steps, attention's output stays in memory until the next layer overwrites it.
     """
 
@@ -65,7 +68,7 @@ class Attention:
         state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 
     def pre_attention(self, task: Task) -> None:
-        """Normalise a micro-batch's hidden states, and project them to queries, keys and values in its state."""
+        """Normalise a micro-batch's hidden states, and project them to the queries, keys and values of its state."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("attention_inputs", weights, state.results)
         state.qkv = project(state.hidden_TD, state.angles)
@@ -85,7 +88,7 @@ class Attention:
         self.drop_attended(task)
 
     def drop_attended(self, task: Task) -> None:
-        """Free a micro-batch's attention output after its last use, unless kept in decode (`keeps_attended`)."""
+        """Free the attention output of a task's micro-batch; in decode steps only if `keeps_attended` is False."""
         if not (self._keeps_attended and task.phase == "decode"):
             del self._states[task.micro_batch].attended_TX
 

@@ -20,26 +20,29 @@ class MicroBatchState:
         beams: number of sequences of each request while decoding.
 
     Attributes:
-        requests: numbers of the requests, as the KV cache knows them.
-        sequences: the requests' sequences in the KV cache, in order of request: one each, and later one per beam.
+        requests: numbers of the micro-batch's requests.
+        sequences: numbers of the sequences in the KV cache, in the order of the requests: one for each request, and
+            once beam search has begun one for each beam.
         new: each sequence's tokens for the next step.
-        chunk_of: the micro-batch that a chunk of prefill is part of; None if this state is no chunk.
+        chunk_of: the state of the micro-batch that this chunk of prefill is part of; None if this state is no chunk.
         before: the chunk that this one continues; None for a first chunk.
         ends: indices of the sequences that a token is sampled for in this step; None for all of them.
         samplings: sampling settings of each token to sample; None if all have the batch's settings.
-        logprobs: for each token to sample, the log probabilities that its request asked for; None if none asked.
-        following: for each sequence, the token of its prompt after the step's tokens, if the prompt is scored and goes
-            on; else None. Empty if no log probabilities are wanted.
+        logprobs: for each token to sample, the log probabilities that its request wants; None if no request wants any.
+        following: for each sequence, the prompt's next token after the step's tokens, if log probabilities of the
+            prompt are wanted and the prompt goes on; otherwise None. Empty if no request wants log probabilities.
         memory: memory for results of the step's kernels; None if the step has many tokens.
         ends_alone: True if logits that are not finite end only their own request; False if they end the run.
-        most_memories: most memories that are kept, one for each number of tokens; the oldest makes room.
+        most_memories: largest number of memories for results that are kept, each for steps with another number of
+            tokens; a further one replaces the oldest.
         decodes: True if each sequence has one new token in the step, after its prompt.
-        caches: the KV caches of its requests: one for all layers, or two that share the layers. A cache has `places`,
-            its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a layer's keys
-            and values for kernels. While serving, a cache also has `open` and `close`, which begin and end a sequence.
+        caches: the KV caches of the requests, each for some of the layers. A cache has `layers`, the numbers of its
+            layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns one layer of the
+            cache, in the form that kernels take. While serving, a cache also has `open` and `close`, which begin and
+            end a sequence.
         steps: for each cache, the step that its `extend` returned: the new tokens and their places.
-        rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first arguments of the
-            operation combine.
+        rows: the rows of a layer's experts, kept from the task `route` to the task `combine`. Their `outputs()` are the
+            first arguments of the operation combine.
     """
 
     ends_alone = False
@@ -61,7 +64,7 @@ class MicroBatchState:
         self.decodes = False
         self.caches: tuple[Any, ...] = ()
         self._cached: dict[int, tuple[Any, int]] = {}
-        """The keys and values of each layer, and the number of its cache."""
+        """For each layer, its part of a KV cache, and the index of this cache in `caches`."""
         self.steps: list[Any] = []
         self.angles: tuple[Any, Any]
         self.hidden_TD: Any
@@ -77,12 +80,18 @@ class MicroBatchState:
         self.new = [self.new[place] for place in places]
 
     def begin(self, operands: Any) -> None:
-        """Begin a step. operands: numbers of the requests that go on, from the task `embed`; empty in a warm-up."""
+        """Begin a step.
+
+        operands: the operands of the task `embed`: numbers of the requests that go on; empty in a warm-up.
+        """
         if operands and len(operands) < len(self.requests):
             self.keep(operands)
 
     def hand_on(self, tokens: Sequence[int]) -> None:
-        """Set each sequence's sampled token as its input of the next step; `tokens` are in the order of `ends`."""
+        """Make each sampled token the input of its sequence in the next step.
+
+        tokens: the sampled tokens, in the order of `ends`.
+        """
         if self.ends is None and self.chunk_of is None:
             self.new = [[token] for token in tokens]
             return
@@ -92,7 +101,7 @@ class MicroBatchState:
             whole.new[whole.requests.index(request)] = [token]
 
     def take_memory(self, rows: int, scratch: Scratch) -> Workspace:
-        """Return memory for a step's results, kept for later steps with this number of rows unless `rows` is large.
+        """Return memory for a step's results; later steps with equally many rows get it again, unless `rows` is large.
 
         Args:
             rows: number of tokens in the step.
@@ -113,12 +122,12 @@ class MicroBatchState:
 
     @property
     def step(self) -> Any:
-        """The step in the first KV cache: `past` is each sequence's number of tokens before it, `new` in it."""
+        """The step in the first KV cache: has each sequence's number of tokens before it (`past`) and in it (`new`)."""
         return self.steps[0]
 
     @property
     def results(self) -> Workspace:
-        """Return memory for a kernel's results: the step's, or new memory at each call if the step has many tokens."""
+        """Memory for a kernel's results: that of the step, or if the step has many tokens, new memory at each use."""
         return self.memory or Workspace(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:
@@ -127,13 +136,13 @@ class MicroBatchState:
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:
-        """Return the KV cache of a layer, and the places of the step's new tokens in this cache."""
+        """Return a layer of its KV cache, in the form that kernels take, and the step with the new tokens' places."""
         cached, number = self._cached[layer]
         return cached, self.steps[number]
 
     @property
     def whole(self) -> MicroBatchState:
-        """The micro-batch that a chunk of prefill is part of; this state if it is no chunk."""
+        """The state of the whole micro-batch: `chunk_of` if this state is of a chunk, otherwise this state itself."""
         return self.chunk_of or self
 
     @property
@@ -151,7 +160,7 @@ class MicroBatchState:
 def wholes_of(
     micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
 ) -> list[MicroBatchState]:
-    """Make the state of each micro-batch, whose first step computes its prompts as a whole.
+    """Make the state of each micro-batch, with whole prompts as the tokens of its first step.
 
     Args:
         micro_batches: for each micro-batch, the numbers of its requests.

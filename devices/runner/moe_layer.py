@@ -30,11 +30,12 @@ class MoELayer:
     """Runs the verbs (kinds of tasks) of a layer after attention, on the accelerator: router, experts and combine.
 
     Args:
-        states: the micro-batches, by number.
-        weights: function from a task's view (the pages of weights that the task reads) to the weights in these pages.
-        attention: runs the output projection, and gives the residual to add to the sum of the experts.
-        observers: get the experts that tokens chose, and the experts' activations.
-        scores: True if the values of `route` and `preview_route` have router scores, too.
+        states: the state of each micro-batch, by the micro-batch's number.
+        weights: function that returns the weights in a task's view, that is, in the pages that the task reads.
+        attention: runs the output projection, and returns the residual to add to the sum of the experts' outputs.
+        kernels: finds the kernel of an operation, and binds it to weights and memory.
+        observers: receive the experts that the router chose, and the experts' activations.
+        scores: True if the values of the tasks `route` and `preview_route` have router scores, too.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class MoELayer:
     def post_attention(self, task: Task) -> Any:
         """Run output projection, router, experts and their weighted sum for a task's micro-batch.
 
-        Returns the task's value, as `Library.value` does: the number of rows of each expert that has any.
+        Returns:
+            the task's value, in the form that `Library.value` returns: the number of rows of each expert that has any.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         observers = self._observers
@@ -116,8 +118,9 @@ class MoELayer:
     def choose_experts(self, task: Task) -> Any:
         """Run norm and router, choose each token's experts, and run the shared expert.
 
-        Returns the task's value, as `Library.value` does: the number of rows of each expert that has any, with router
-        scores if the plan requests them.
+        Returns:
+            the task's value, in the form that `Library.value` returns: the number of rows of each expert that has any,
+            with router scores if the plan requests them.
         """
         routed = self.route(task)
         value = self._experts.group(task, routed, self._reader(task), *self._scores_of(routed))
@@ -137,18 +140,19 @@ class MoELayer:
         """Sort a micro-batch's rows by expert, and keep them in its state; returns each chosen expert's number of rows.
 
         Args:
-            routed: the router's result.
-            reports: True to report the choices to an observer, if there is one.
+            routed: the router's result for the micro-batch's tokens.
+            reports: True to report the router's choices to an observer, if there is one.
         """
         read = self._reader(task) if reports else partial(_read, _ignore, self._experts_of(task))
         counts: dict[int, int] = self._library.settled(self._experts.group(task, routed, read))
         return counts
 
     def preview_route(self, task: Task) -> Any:
-        """Apply the norm and router of a later layer, given by the task's view of pages, to the present hidden states.
+        """Apply a later layer's norm and router, which are in the task's view of pages, to the present hidden states.
 
-        Returns the task's value, as `Library.value` does: the number of rows that each expert of the later layer would
-        have.
+        Returns:
+            the task's value, in the form that `Library.value` returns: the number of rows of each expert of the later
+            layer that would have any.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         routed = self._route(state.hidden_TD, weights, Workspace(len(state.hidden_TD)))
@@ -164,9 +168,9 @@ class MoELayer:
         del state.rows
 
     def _reader(self, task: Task) -> Callable[..., Mapping[int, int]]:
-        """Return the function that reports a router's choices to the observer and counts the rows of each expert.
+        """Return a function that reports a router's choices to the observer and counts the rows of each expert.
 
-        `Library.value` calls the function with each token's experts, and scores if requested, as arrays on the host.
+        `Library.value` calls this function with arrays on the host: each token's experts, and the scores if requested.
         """
         spans = self._observers.spans(self._states[task.micro_batch])
         experts = self._experts_of(task)
@@ -190,7 +194,10 @@ def _read(
 ) -> Mapping[int, int]:
     """Call `report` with a router's choices; returns the number of rows of each expert that has any.
 
-    scores_E: router scores to attach to the result; None for none.
+    Args:
+        experts: number of experts of the layer.
+        experts_Tk: the choices: the k experts of each of T tokens.
+        scores_E: the router's score of each expert, to attach to the result; None for none.
     """
     report(experts_Tk)
     counts = with_rows(counted(experts_Tk, experts))
@@ -198,4 +205,4 @@ def _read(
 
 
 def _ignore(experts_Tk: Choices) -> None:
-    """Do nothing with a router's choices: the report function where nobody observes them."""
+    """Do nothing with a router's choices; stands in for a function that reports them."""

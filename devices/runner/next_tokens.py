@@ -32,8 +32,9 @@ class Beams(Protocol):
         """Extend the beams of some requests of a micro-batch by a token; returns the state of each one's search.
 
         Args:
+            state: the state of the micro-batch.
             places: indices of these requests in the micro-batch.
-            logits_SV: logits of all beams of these requests.
+            logits_SV: logits (beams, vocabulary) of all beams of these requests.
         """
 
 
@@ -42,7 +43,9 @@ class Choice(NamedTuple):
 
     Attributes:
         first_request: number of requests in the earlier batches of the run.
-        keep: function that receives sequences and their logits (S, V), float32; None to drop the logits.
+        sampling: sampling settings of requests that have none of their own.
+        keep: function that receives the numbers of sequences and their logits (sequences, vocabulary), float32; None to
+            drop the logits.
     """
 
     sampling: Sampling
@@ -57,7 +60,8 @@ class NextTokens:
         head: the weights of last norm and LM head.
         states: the micro-batches, by number.
         choice: the settings by which tokens are chosen without beam search.
-        first_bad: function that names the first tensor of a micro-batch's step that is not finite; None if all are.
+        first_bad: function that names the first tensor with a number that is not finite in a micro-batch's step; it
+            returns None if all tensors are finite.
         beams: the beam searches; None without beam search.
     """
 
@@ -81,7 +85,10 @@ class NextTokens:
         self._first_bad = first_bad
 
     def logits(self, state: MicroBatchState) -> Any:
-        """Compute the logits (S, V), float32, of the last token of each sequence that a token is sampled for."""
+        """Compute logits for the next token of each sequence that a token is sampled for.
+
+        The result is a float32 tensor (sequences, vocabulary).
+        """
         last = state.last
         return self._kernels.bound("logits", self._head, Workspace(len(last)))(state.hidden_TD, last)
 
@@ -89,6 +96,8 @@ class NextTokens:
         """Choose and return each sequence's next token; in beam search, extend beams, and return the searches' states.
 
         While serving, a request whose logits are not finite gets NO_TOKEN (-1).
+
+        logits_SV: the logits (sequences, vocabulary) of the micro-batch.
 
         Raises:
             NotFinite: a logit is not finite, and the run is not serving; the message names the step and the first
@@ -130,7 +139,10 @@ class NextTokens:
     ) -> list[int]:
         """Attach log probabilities to the tokens whose requests want them; returns all tokens.
 
-        wanted: the log probabilities that each token's request asked for; None for none.
+        Args:
+            wanted: for each token, the log probabilities that its request wants; None for none.
+            tokens: the sampled tokens.
+            logits_SV: the logits (sequences, vocabulary) that the tokens were sampled from.
         """
         ends = range(len(tokens)) if state.ends is None else state.ends
         scored = []
@@ -144,7 +156,9 @@ class NextTokens:
         return scored
 
     def _of_prompt(self, state: MicroBatchState, place: int, likeliest: int) -> list[Logprob | None]:
-        """Return log probabilities of a sequence's prompt tokens by the step's logits; None for a prompt's first token.
+        """Compute log probabilities of those tokens of a sequence's prompt that this step's tokens predict.
+
+        The result begins with None if the step has the prompt's first token, which nothing predicts.
 
         Args:
             place: index of the sequence in the micro-batch.
@@ -162,7 +176,10 @@ class NextTokens:
         return found
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
-        """Choose the next tokens by a kernel if the likeliest are wanted, else by `draw`; returns as `draw` does."""
+        """Choose the next tokens, and return what `draw` returns.
+
+        A kernel finds the tokens if all requests want the likeliest and there is such a kernel; otherwise `draw` runs.
+        """
         state = self._states[task.micro_batch]
         tokens = self.likeliest(state) if self._is_greedy(state) else None
         if tokens is None or (NO_TOKEN in tokens and not state.ends_alone):  # `draw` raises
@@ -179,7 +196,7 @@ class NextTokens:
     def likeliest(self, state: MicroBatchState) -> list[int] | None:
         """Return the likeliest next token of each sequence, NO_TOKEN (-1) where logits are not finite.
 
-        The result is None if no kernel takes the operation greedy, which finds these tokens.
+        The result is None if there is no kernel for the operation greedy, which finds these tokens.
         """
         memory, rows = self._last_rows(state)
         greedy = self._kernels.fused("greedy", self._head, memory)
@@ -192,7 +209,7 @@ class NextTokens:
     def _last_rows(self, state: MicroBatchState) -> tuple[Workspace, Sequence[int]]:
         """Return memory for the logits, and the indices of the rows of hidden states to sample from.
 
-        The memory is the step's if the step samples from all its rows, else new memory.
+        If the step samples from all of its rows, this is the step's memory for results, otherwise new memory.
         """
         memory, sampled = state.memory, state.sampled
         if memory is not None and memory.rows == sampled:

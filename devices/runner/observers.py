@@ -1,4 +1,4 @@
-"""The reports to observers of a model: the experts that routers choose, and the experts' activations."""
+"""Reports to observers of a model: the experts that routers choose, and the experts' activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DeviceObservers:
     """Reports routers' choices and experts' activations to observers, if there are any.
 
     Attributes:
-        routing: the observer of the experts that tokens chose; None for none.
+        routing: the observer of the experts that routers choose; None for none.
         activations: the observer of the experts' activations; None for none.
         first_request: number of requests in the earlier batches of the run.
     """
@@ -38,12 +38,20 @@ class DeviceObservers:
         ]
 
     def activated(self, layer: int, values: Iterable[npt.NDArray[np.float32]]) -> None:
-        """Report activations of experts of a layer; `values` has an array (n rows, I) for each expert."""
+        """Report activations of a layer's experts.
+
+        values: arrays of activations (rows of an expert, inner size of the expert).
+        """
         if self.activations is not None:
             for values_nI in values:
                 self.activations.activated(layer, values_nI)
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[Any]) -> None:
-        """Report the experts that a layer's router chose. spans: the tokens' requests and positions."""
+        """Report the experts that a layer's router chose.
+
+        Args:
+            spans: the requests and positions of the tokens.
+            experts_Tk: the k experts of each of T tokens.
+        """
         if self.routing is not None:
             self.routing.routed(layer, spans, experts_Tk.astype(np.int64))

@@ -23,7 +23,7 @@ class ServedState(MicroBatchState):
         """The token that was sampled last, by request."""
 
     def begin(self, operands: Rows) -> None:
-        """Begin a step with the rows in `operands`: free cache blocks of requests that left, and reserve new ones."""
+        """Begin a step with the rows in `operands`: close departed requests in the KV caches, and open the new ones."""
         for request in operands.departed:
             self._sampled.pop(request, None)
             for cache in self.caches:
@@ -48,8 +48,8 @@ class ServedState(MicroBatchState):
     def hand_on(self, tokens: Sequence[int]) -> None:
         """Keep each request's sampled token as the request's input of a later step.
 
-        A request that got NO_TOKEN (its logits were not finite) is in the next step, which was submitted before: its
-        input is then token 0.
+        A request whose logits are not finite gets NO_TOKEN. It is still in the next step, which has been submitted
+        already; its input there is token 0.
         """
         mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
         inputs = (0 if token == NO_TOKEN else int(token) for token in tokens)
