@@ -1,1 +1,1 @@
-"""The emulated device: imitates a machine with an accelerator, by its profile, in slow motion on this machine."""
+"""The emulated device: imitates a machine with an accelerator, given by its profile, in slow motion."""

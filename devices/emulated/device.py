@@ -1,7 +1,7 @@
 """The emulated device: runs a schedule on real tensors as a machine with an accelerator would, in slow motion.
 
-The torch device does the work of each task on the CPU; the tensors of the accelerator's memory are in the host's
-memory, too. A task then occupies its lane until the emulated machine would have finished the task. Time is slowed down
+The torch device does the work of each task on the CPU; tensors that would be in the accelerator's memory are in the
+host's memory. The task then occupies its lane until the emulated machine would have finished it. Time is slowed down
 (dilated) so far that real work takes less than a third of each lane's time. So two cores can imitate a GPU, a CPU and
 the links between them at once.
 """
@@ -37,8 +37,8 @@ class EmulatedDevice:
     """Imitates the accelerator and the links of any machine profile, in time that runs slower than real time.
 
     Args:
-        dilation: real seconds for each second of the emulated machine. With 0, a rehearsal chooses the least dilations,
-            one for prefill and one for decode, with which real work takes less than a third of each lane's time.
+        dilation: real seconds for each second of the emulated machine. With 0, a rehearsal chooses one dilation for
+            prefill and one for decode: the least with which real work takes less than a third of each lane's time.
         keep_logits: whether `logits` keeps the logits of all steps.
     """
 
@@ -103,7 +103,10 @@ class EmulatedDevice:
 
     @property
     def logits(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The kept logits: for each step of a micro-batch the sequences' numbers and logits (sequences, vocabulary)."""
+        """The logits of each step of a micro-batch, if they are kept: pairs of the sequences' numbers and their logits.
+
+        The logits of a step have the shape (sequences, vocabulary).
+        """
         return self._torch.logits
 
     @property
@@ -138,8 +141,8 @@ class EmulatedDevice:
             first: the device of rank 0.
 
         Raises:
-            BadInput: the model is not cut over ranks, so the devices would be nodes, each a machine with a clock of its
-                own.
+            BadInput: the model is not cut over ranks. The devices would then be nodes: several machines, each with a
+                clock of its own.
         """
         if self.layout.config.ranks == 1:
             raise BadInput(
@@ -175,7 +178,7 @@ class EmulatedDevice:
             self._pace = Pace(self._time, self._dilations, last_chunks)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether each row's results are bit for bit the same whatever the other rows are, in decode steps.
+        """Test whether, in decode steps, each row's results have the same bits whatever the other rows are.
 
         rows: the largest number of rows of a micro-batch in such a step.
         """
@@ -200,7 +203,7 @@ class EmulatedDevice:
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Return how well lanes kept to the emulated machine's time, over all tasks since `begin` but loading."""
+        """Return how well lanes kept to the emulated machine's time, over all tasks since `begin` except loading."""
         return self._meters.result(self._dilations)
 
 

@@ -7,10 +7,10 @@ from time import perf_counter_ns, sleep
 from moesched.seams import Dilations
 
 SPUN_NANOSECONDS = 80_000
-"""Last real nanoseconds of a wait, which are spent in a loop: a sleep ends late, `sleep(0)` by some 60 µs."""
+"""Real nanoseconds at the end of a wait that are spent in a loop, as sleeps end late: `sleep(0)` by some 60 µs."""
 
 NAP_NANOSECONDS = 2_000_000
-"""Longest sleep in real nanoseconds; then the clock is read again, since the dilation may have changed."""
+"""Longest sleep in real nanoseconds, after which the clock is read again, since the dilation may have changed."""
 
 
 class DilatedClock:
@@ -51,11 +51,11 @@ class DilatedClock:
 
 
 class Pace:
-    """Sets a clock's dilation for prefill, and for decode once all prompts have a first token.
+    """Sets a clock's dilation: first the one for prefill; once all prompts have a first token, the one for decode.
 
     Args:
         time: the clock; the constructor starts it.
-        dilations: the values for prefill and for decode.
+        dilations: the dilations for prefill and for decode.
         prompts: number of `count_prefilled` calls after which prefill has ended.
     """
 

@@ -1,4 +1,4 @@
-"""The choice of a dilation by a rehearsal: the least with which real work takes at most a share of each lane's time."""
+"""The choice of a dilation by a rehearsal: the least one with which real work fits into a share of each lane's time."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from moesched.steps.plan import Plan
 from .rehearsal import Rehearsed, rehearse
 
 LANE_SHARE = 1 / 4
-"""Largest share of a lane's dilated time that real work may take in a rehearsal, where no other lane is busy."""
+"""Largest share of a lane's dilated time that real work may take in a rehearsal, in which no other lane is busy."""
 
 OPERATION_SHARE = 1 / 2
-"""Largest share of the dilated time of one kind of operation that its real work may take in a rehearsal."""
+"""Largest share of its dilated time that the real work of one kind of operation may take in a rehearsal."""
 
 NEGLIGIBLE = 1 / 200
-"""Share of a lane's time by which operations together may exceed OPERATION_SHARE; some take only microseconds."""
+"""Share of a lane's time by which its operations, added up, may exceed OPERATION_SHARE, as some take microseconds."""
 
 
 def choose_dilations(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> Dilations:
-    """Find how far to slow down prefill and decode of a plan, so that this machine does the work in time.
+    """Choose dilations (real seconds for each emulated second) for the prefill and the decode of a plan.
 
-    A rehearsal measures the work. The dilations (real seconds for each emulated second) are proportional to the number
-    of ranks, which share the cores of this machine.
+    A rehearsal measures how long this machine works. The dilations are proportional to the number of ranks, which share
+    this machine's cores.
 
     Args:
-        checkpoint, layout: the model's files, and the division of its weights into pages.
+        checkpoint: the model's files.
+        layout: the division of the model's weights into pages.
         cost: the cost model of the emulated machine.
         tell: is called with the progress of the rehearsal.
     """
@@ -46,7 +47,7 @@ def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
 
     The result is rounded up to one of four values for each power of two: 1, 1.25, 1.5, 1.75, 2, 2.5 and so on.
 
-    rehearsed: the seconds of real work, and on the emulated machine, of each kind of operation on each lane.
+    rehearsed: for each kind of operation on each lane, its seconds of real work and those on the emulated machine.
     """
     lanes: dict[str, list[Rehearsed]] = {}
     for each in rehearsed:

@@ -1,4 +1,4 @@
-"""Meters of an emulation, which compare the time of real work with the time that the emulated machine takes."""
+"""Meters of an emulation: they compare the time of real work with the time that the emulated machine takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.seams import Dilations, EmulatedLane, Emulation
 from moesched.system.cores import usable_cores
 
 REAL_SHARE = 1 / 3
-"""Share of a task's dilated time beyond which its real work counts as an overrun."""
+"""Share of its dilated time that a task's real work may take without counting as an overrun."""
 
 
 class LaneMeter:
@@ -34,7 +34,7 @@ class LaneMeter:
         self.late += worked > modelled
 
     def result(self) -> EmulatedLane:
-        """Return the share of real work in the lane's time, and the number of tasks that took too long.
+        """Return the share of the lane's time that real work took, and the number of tasks that took too long.
 
         At least one task must have been added.
         """
@@ -55,7 +55,7 @@ class Meters:
     def result(self, dilations: Dilations) -> Emulation:
         """Summarise all lanes that had tasks, and the share of this machine's cores that the run kept busy.
 
-        dilations: the dilations of the run, which the summary repeats.
+        dilations: the dilations of the run, which become part of the summary.
         """
         wall, busy = self._since
         core_load = (process_time() - busy) / max(perf_counter() - wall, 1e-9) / usable_cores()

@@ -1,4 +1,4 @@
-"""The rehearsal of an emulated run: times its operations on this machine, before the emulated machine's time begins."""
+"""The rehearsal of an emulated run: times the run's operations on this machine before the emulated clock starts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 REPEATS = 4
-"""Number of micro-batches of the rehearsal, all like the plan's largest one."""
+"""Number of micro-batches of the rehearsal; all are like the plan's largest one."""
 STEPS = 3
 """Number of steps of the rehearsal."""
 NO_LIMIT = 1 << 62
 
 
 class Rehearsed(NamedTuple):
-    """The times of one verb (kind of task) on one lane (queue of tasks), summed over all tasks of the model's layers.
+    """The times of one verb (kind of task) on one lane (queue of tasks), summed over its tasks in all layers.
 
     Attributes:
         lane: name of the lane.
@@ -60,16 +60,17 @@ def rehearse(
 ) -> dict[Phase, list[Rehearsed]]:
     """Run the model's last layer on the plan's largest micro-batch, one task after the other, and measure the tasks.
 
-    The last layer has experts; the first ones may have none. All weights are streamed: computing with
-    resident weights is at least as fast.
+    The last layer has experts; the first ones may have none. All weights are streamed, since computing with resident
+    weights is at least as fast.
 
     Args:
-        checkpoint, layout: the model's files, and the division of its weights into pages.
+        checkpoint: the model's files.
+        layout: the division of the model's weights into pages.
         cost: the cost model of the emulated machine, for the modelled times.
         tell: is called with the progress.
 
     Returns:
-        for prefill and for decode the times of each verb on each lane.
+        for prefill and for decode, the times of each verb on each lane.
     """
     one_layer = _last_layer(checkpoint)
     config = one_layer.config
@@ -103,12 +104,15 @@ def _last_layer(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
-    """Run a policy's plan on a virtual clock with the times of `cost`; `device` computes each task at its end."""
+    """Run a policy's plan on a virtual clock, which advances by the times of the cost model `cost`.
+
+    `device` computes a task when the task ends on this clock.
+    """
     VirtualRun([Rank(plan, policy, device)], cost=cost, sharing=False, make_engine=Engine).run()
 
 
 class _Alone:
-    """A transport for a single rank, without any exchange: each collective returns a copy of that rank's own array."""
+    """A transport for a single rank, without any exchange: each collective returns a copy of the rank's own array."""
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         return part.copy()
@@ -129,7 +133,7 @@ class _OneLayer:
     Args:
         kv_roles: the memories, "accelerator" or "host", that the emulated run places KV caches in; the micro-batches of
             the rehearsal use them in turn.
-        experts_on_host: whether the emulated run computes experts on the host, so that the rehearsal does, too.
+        experts_on_host: whether the emulated run computes experts on the host; the rehearsal then does so, too.
     """
 
     def __init__(self, kv_roles: Sequence[Role], experts_on_host: bool) -> None:
@@ -171,7 +175,7 @@ class _OneLayer:
             step.evict(pages, self._pinned)
 
     async def _second_half(self, step: Step, j: int) -> None:
-        """Run a layer's second half for micro-batch `j`: as one task if `j` is odd, else a task for each expert."""
+        """Run a layer's second half for micro-batch `j`: in one task if `j` is odd, else expert by expert."""
         if j % 2:
             step.post_attention(0, j)
             return
@@ -198,7 +202,11 @@ class _OneLayer:
 
 
 class _TimedDevice(TorchDevice):
-    """A torch device that measures the time of its tasks, and reports the progress of the rehearsal."""
+    """A torch device that measures the time of its tasks, and reports the progress of the rehearsal.
+
+    Attributes:
+        expected: number of tasks of the rehearsal, for the progress.
+    """
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, cost: CostModel, tell: Progress) -> None:
         super().__init__(checkpoint, layout)
@@ -209,7 +217,7 @@ class _TimedDevice(TorchDevice):
         self._seconds: dict[tuple[Phase, str, str], list[tuple[float, float, bool]]] = {}
 
     def execute(self, task: Task) -> Any:
-        """Run a task; returns its value, and records its real seconds and the seconds that the cost model gives."""
+        """Run a task, and record its real seconds and those of the cost model; returns the task's value."""
         start = perf_counter_ns()
         value = super().execute(task)
         real = (perf_counter_ns() - start) / 1e9
@@ -237,7 +245,7 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
     Args:
         lengths: number of tokens of each prompt.
-        vocabulary: number of token ids; ids are below it.
+        vocabulary: number of token ids; all ids are less than this.
     """
     return [
         [(31 * request + 17 * place * place) % vocabulary for place in range(length)]
@@ -248,7 +256,7 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 def _largest_micro_batch(batch: Batch) -> Batch:
     """Make a batch of several copies (REPEATS) of the micro-batch with the most prompt tokens.
 
-    The prompts are shortened in proportion until a micro-batch has no more tokens than the largest chunk of prefill.
+    If this micro-batch has more tokens than the largest chunk of prefill, all prompts are shortened in proportion.
     """
     requests = max(batch.micro_batches, key=lambda each: sum(batch.prompts[request] for request in each))
     share = max(sum(chunk.tokens) for chunk in batch.chunks().values()) / sum(

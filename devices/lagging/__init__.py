@@ -1,1 +1,1 @@
-"""The lagging device: tests the CUDA device's code on the CPU, over imitated streams that lag, overtake and fail."""
+"""The lagging device: runs the CUDA device's code on the CPU for tests, on imitated streams that are late or fail."""

@@ -1,4 +1,4 @@
-"""Captures: the work that a stream records for an imitated CUDA graph, and the calls that CUDA forbids meanwhile."""
+"""Captures: the work that a stream records for an imitated CUDA graph, and calls that CUDA forbids while it does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class InPool(Protocol):
-    """The interface of a block of GPU memory that names the memory pool that it is from.
+    """The interface of a block of GPU memory, with the memory pool that the block was taken from.
 
     Attributes:
         pool: the memory pool of CUDA graphs that the block was taken from; None for ordinary memory.
@@ -20,6 +20,9 @@ class InPool(Protocol):
 
 class Capture:
     """The work that a stream records, from the beginning of a capture to its end.
+
+    Args:
+        mode: "global" or "thread_local", which `LaggingGraph.capture_begin` explains.
 
     Attributes:
         pool: the memory pool that captured calls allocate from.
@@ -36,7 +39,7 @@ class Capture:
         self._blocks: list[weakref.ref[InPool]] = []
 
     def uses(self, block: InPool) -> None:
-        """Remember that captured work uses a block, for `freed` to check; blocks of the capture's pool are ignored."""
+        """Note a block that captured work uses, for `freed` to check; blocks of the capture's own pool are left out."""
         if block.pool is not self.pool:
             self._blocks.append(weakref.ref(block))
 
@@ -57,5 +60,5 @@ class Capture:
         return RuntimeError(f"CUDA error: operation not permitted when stream is capturing{why}")
 
     def freed(self) -> bool:
-        """Test whether memory outside of the capture's pool was freed although captured work uses this memory."""
+        """Test whether memory that captured work uses was freed; memory of the capture's pool is not checked."""
         return any(block() is None for block in self._blocks)

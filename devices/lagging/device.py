@@ -1,6 +1,6 @@
-"""The lagging device: the CUDA device's own code on the CPU, over imitated GPUs.
+"""The lagging device: runs the CUDA device's own code on the CPU, with imitated GPUs.
 
-The imitated streams run their work as late, and in as odd an order, as CUDA permits.
+The imitated streams run their work late, and in any order that CUDA permits.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class LaggingDevice(TorchDevice):
     Args:
         gpu: the imitated GPUs; None makes one GPU with seed 0. Devices for several ranks get the same object.
         kernel: the kernels on the host: "auto", "torch", or the name of an instruction set.
-        triton: whether operators that have Triton kernels on CUDA are tried before other kernels; here they run their
-            reference code in torch.
+        triton: whether operators that launch Triton kernels on CUDA are tried before other kernels. Here these
+            operators run reference code in torch instead.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ def _on_gpu(verb: Verb) -> Verb:
 
 
 def _install(operations: Operations, free: int) -> None:
-    """Register the imitated GPUs with torch as a device type, with a module of functions like `torch.cuda`.
+    """Register the imitated GPUs with torch as a device type, which gets a module with the functions of `torch.cuda`.
 
     Args:
         operations: carries out torch's calls on the GPUs' tensors.

@@ -1,8 +1,9 @@
 """Imitated CUDA graphs: a stream records its work instead of running it; each replay queues the recorded work again.
 
 A graph knows addresses, not tensors: a replay reads and writes the memory of the captured calls, whatever that memory
-holds by then. Calls that CUDA refuses while a stream captures also break the capture here: waits of the host,
-allocations on another stream that take memory from the system, and events between streams of which only one captures.
+contains by then. As with CUDA, some calls are refused while a stream captures, and break the capture: waits of the
+host, allocations on another stream that take memory from the system, and events between two streams of which only one
+captures.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MODES = ("global", "thread_local")
 
 
 class GraphPool:
-    """A memory pool of graphs, from which calls allocate while they are captured."""
+    """A memory pool of graphs: calls that are being captured allocate from it."""
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[LaggingGraph] = weakref.WeakSet()
@@ -62,8 +63,8 @@ class LaggingGraph:
 
         Args:
             pool: the memory pool that captured calls allocate from; None makes a new pool for this graph.
-            capture_error_mode: the threads that may not make unsafe calls until `capture_end`: "global" for all
-                threads, "thread_local" for the calling one.
+            capture_error_mode: the threads that may not make unsafe calls, such as allocations, until `capture_end`:
+                "global" for all threads, "thread_local" for the calling one.
 
         Raises:
             RuntimeError: the current stream is a default stream, or captures already, or all graphs of the pool are
@@ -113,6 +114,6 @@ class LaggingGraph:
             self._capture = None
 
     def pool(self) -> Any:
-        """Return the graph's memory pool, which another graph can share by `capture_begin`."""
+        """Return the graph's memory pool, for the `capture_begin` of another graph that shares it."""
         assert self._capture is not None, "it is captured"
         return self._pool

@@ -21,7 +21,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, offset: int = 0) -> Form:
-        """Return the form of a tensor like `tensor` with an offset."""
+        """Return the form of a tensor that begins `offset` elements after the start of its block."""
         return cls(tuple(tensor.size()), tuple(tensor.stride()), offset, tensor.dtype)
 
 
@@ -56,16 +56,16 @@ class Block:
 
 
 class GpuMemory:
-    """Allocates memory of one GPU by stream, as torch does.
+    """Allocates memory of one GPU, for each stream from segments of its own, as torch does.
 
     Args:
-        capacity: the largest number of bytes that the GPU has; None for no limit.
+        capacity: number of bytes that the GPU has; None for no limit.
 
     Attributes:
         allocations: number of blocks that were allocated so far.
-        wanted, most_wanted: sum of the bytes that were requested for the blocks in use, now and at its highest so far.
-        taken, most_taken: sum of the sizes of the blocks in use, which are rounded up, now and at its highest so far.
-        most_reserved: highest sum so far of the bytes of all segments, from which blocks are cut.
+        wanted, most_wanted: bytes that were requested for all blocks in use, now and at most so far.
+        taken, most_taken: bytes that all blocks in use take, as sizes are rounded up, now and at most so far.
+        most_reserved: most bytes so far of all segments, from which blocks are cut.
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None = None) -> None:
@@ -114,7 +114,7 @@ class GpuMemory:
 
     @property
     def reserved(self) -> int:
-        """Bytes of all segments, in use or not."""
+        """Bytes of all segments, whether blocks in them are in use or not."""
         return self._segments.reserved
 
     def reset_peak(self) -> None:

@@ -15,7 +15,7 @@ from .segments import POISON, ROUNDING
 from .streams import Gpu
 
 READ_ONLY = 8
-"""Flag of CUDA for memory that GPUs only read; memory that the process may not write can be registered only with it."""
+"""Flag of CUDA for memory that GPUs only read, required to register memory that the process may not write to."""
 
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 713
 """Numbers of CUDA's errors."""
@@ -24,7 +24,7 @@ INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 71
 class PinnedMemory:
     """Keeps the addresses of the host's page-locked memory, and records its wrong uses.
 
-    A queued copy holds only the memory's address: the memory has to be locked until the stream has run the copy.
+    A queued copy has only the memory's address, so the memory must stay locked until the stream has run the copy.
 
     Args:
         gpu: the streams of the imitated GPUs.
@@ -33,7 +33,7 @@ class PinnedMemory:
         registered: bytes of each piece of memory that `cudaHostRegister` locked, by the piece's address.
         most_registered: the largest number of bytes that may be registered; None for no limit.
         refuses_files: the CUDA error number that registering mapped files gives; 0 if that succeeds.
-        faults: descriptions of uses of locked memory for which a real GPU might give wrong bytes, or fail.
+        faults: descriptions of wrong uses of locked memory, after which a real GPU might copy wrong bytes, or fail.
         allocations: number of allocations of locked memory so far, registrations included.
     """
 
@@ -92,10 +92,12 @@ class PinnedMemory:
         return tensor.untyped_storage().data_ptr() in self._cached or self._is_registered(tensor)
 
     def at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function for a queued copy, which finds a host tensor's memory when the copy runs.
+        """Return a function that a queued copy calls when it runs, to find the memory of a host tensor.
 
         The function returns the tensor, or raises RuntimeError if the memory is no longer locked by then. Like a real
-        copy, it holds no reference to registered memory.
+        copy, it keeps no reference to registered memory.
+
+        tensor: the source or target of the copy, in page-locked memory.
         """
         if tensor.untyped_storage().data_ptr() in self._cached:
             return lambda: tensor  # torch keeps it until its copies ran
@@ -136,7 +138,7 @@ def bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_read_only(address: int) -> bool:
-    """Test by the system's table of mappings whether memory at an address is read-only; False outside Linux."""
+    """Test whether this process may only read the memory at an address; always False outside Linux."""
     if sys.platform != "linux":
         return False
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -7,9 +7,13 @@ from collections.abc import Hashable
 import torch
 
 ROUNDING = 512
-"""Number of bytes; the sizes of blocks are rounded up to a multiple of it."""
+"""The sizes of blocks are rounded up to a multiple of this number of bytes."""
 SMALL = 1 << 20
-"""Most bytes of a block in a small segment. In a large one, the rest of a piece is cut off only if it is larger."""
+"""Most bytes of a block in a small segment; larger blocks are in large ones.
+
+In a large segment, the rest of a piece that a block is cut from stays free only if it has more bytes than this.
+Otherwise the block gets the whole piece.
+"""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
 """Bytes of a small and of a large segment.
 
@@ -65,7 +69,7 @@ class Piece:
 
 
 class Segments:
-    """Cuts each block from the smallest free piece of a segment that has room; of equal pieces, from the last freed.
+    """Cuts each block from the smallest free piece that has room for it; among equal ones, from the one freed last.
 
     Attributes:
         reserved: bytes of all segments.
@@ -91,7 +95,7 @@ class Segments:
         Args:
             owner: a stream, or a memory pool of graphs.
             capacity: the largest number of bytes of all segments together; None for no limit.
-            releases: whether unused segments may be freed to stay within the capacity.
+            releases: whether segments without a block in use may be freed to stay within the capacity.
 
         Returns:
             the block's memory; None if a new segment would exceed the capacity.

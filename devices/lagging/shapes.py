@@ -1,7 +1,7 @@
-"""The shapes of the results of torch's calls, found once for arguments of equal shapes.
+"""The shapes of the results of torch's calls, found only once for arguments of equal shapes.
 
-A first call is made on zeros of the host. On torch's device "meta" many calls run in Python and import torch's
-compiler: that takes a second, and each later search for garbage looks at its objects, too.
+To find them, the call is made on zeros in the host's memory. Torch's device "meta" is not used for this: there, many
+calls run in Python and import torch's compiler, which takes a second and makes each later garbage collection slower.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Result(NamedTuple):
     """A tensor that a call returns.
 
     Attributes:
-        form: its dtype, shape and place in its memory.
-        nbytes: bytes of that memory.
-        operand: index of the GPU tensor among the arguments whose memory the result shares; -1 for new memory.
+        form: the tensor's dtype, shape, and place in the memory that it is in.
+        nbytes: bytes of this memory.
+        operand: index, among the GPU tensors in the arguments, of the one whose memory the result shares; -1 if the
+            result has new memory.
     """
 
     form: Form
@@ -44,7 +45,12 @@ class Result(NamedTuple):
 
 
 class Results(NamedTuple):
-    """All that a call returns: tensors as `Result`, other values as they are; nested as the structure says."""
+    """All that a call returns.
+
+    Attributes:
+        leaves: the values without their nesting: a `Result` for each tensor, other values as they are.
+        structure: the nesting of the values in tuples, lists and mappings.
+    """
 
     leaves: list[Any]
     structure: TreeSpec
@@ -59,11 +65,11 @@ class Shapes:
     def of(
         self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, operands: Sequence[Operand]
     ) -> Result | Results:
-        """Return what a call returns, without values.
+        """Return a description of a call's results: their shapes and memory, but not the numbers in the tensors.
 
         Args:
             func: the function, such as `torch.add`.
-            args, kwargs: its arguments on the host.
+            args, kwargs: the arguments, with `values_now` in place of each GPU tensor.
             key: calls of a function with equal keys have results of equal shapes; not hashable if shapes may depend on
                 values.
             operands: the GPU tensors among the arguments.
@@ -82,7 +88,10 @@ class Shapes:
 def _tried(
     func: Call, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Operand]
 ) -> Result | Results:
-    """Call a function with zeros for the values of GPU tensors; returns what it returns, without values."""
+    """Call a function with zeros in place of its GPU tensors; returns a description of the results.
+
+    The arguments are those of `Shapes.of`.
+    """
     memory: dict[Block, torch.Tensor] = {}
     zeros = {id(each.values_now): _zeros(each, memory) for each in operands}
 
@@ -108,7 +117,7 @@ def _tried(
 def _zeros(like: Operand, memory: dict[Block, torch.Tensor]) -> torch.Tensor:
     """Make a tensor of zeros with the form of a GPU tensor.
 
-    memory: the bytes for each block, so that tensors that share one go on to do so.
+    memory: the zeros made so far, by block; tensors in the same block get the same zeros.
     """
     if like.block not in memory:
         # The system clears pages when they are touched: of an arena of megabytes a call touches few.
@@ -119,7 +128,10 @@ def _zeros(like: Operand, memory: dict[Block, torch.Tensor]) -> torch.Tensor:
 
 
 def _result(tensor: torch.Tensor, of_storages: Mapping[int, int]) -> Result:
-    """Describe a tensor that a call returned. of_storages: the operands' indices, by the storage of their zeros."""
+    """Describe a tensor that a call on zeros returned.
+
+    of_storages: indices of the call's GPU tensors, by the storage of the zeros that took their place.
+    """
     form = Form.of(tensor, int(tensor.storage_offset()))
     return Result(form, tensor.untyped_storage().nbytes(), of_storages.get(_storage(tensor), -1))
 

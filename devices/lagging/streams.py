@@ -1,4 +1,4 @@
-"""Imitated streams: enqueued work runs late, and in any order that streams and events allow."""
+"""Imitated streams: enqueued work runs late, and in any order that CUDA's streams and events allow."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..products.team import use_cores
 from .captures import Capture
 
 EAGERNESS = (0.0, 0.0, 0.1, 1.0)
-"""Probabilities that a stream runs its ready work when work is enqueued anywhere; one is drawn for each stream."""
+"""Probabilities that a stream runs its ready work when work is enqueued on any stream; each stream gets one of them."""
 
 DRIFT = 50e-6
-"""Share by which a GPU's clock is faster than the host's, or slower."""
+"""Share by which a GPU's clock is faster or slower than the host's."""
 
 
 class DeviceLost(RuntimeError):
@@ -34,7 +34,7 @@ class Item(NamedTuple):
     Attributes:
         work: the work as a function; None for an event.
         event: the event; None for work.
-        version: number of the recording that happens or is waited for.
+        version: number of the event's recording that the item makes or waits for, counted from 1.
         waits: whether the item waits for the event instead of recording it.
     """
 
@@ -48,6 +48,7 @@ class LaggingStream:
     """A queue of work that runs in order, at random times.
 
     Attributes:
+        queue: the work that has not run yet.
         number: number of the stream's GPU.
         eagerness: probability that the stream runs its ready work whenever something is enqueued on any stream.
         capture: the capture that records the stream's work; None while the stream does not capture.
@@ -77,8 +78,8 @@ class LaggingStream:
         """Make all later work of this stream wait until the last recording of an event has happened.
 
         Raises:
-            RuntimeError: this stream captures and the event was not recorded in the same capture, or the event was
-                recorded in another capture.
+            RuntimeError: this stream captures, and the event was not recorded in the same capture; or this stream does
+                not capture, and the event was recorded in a capture.
         """
         broken = event.capture or self.capture
         if broken is not None and event.capture is not self.capture:
@@ -116,10 +117,11 @@ class LaggingStream:
 
 
 class LaggingEvent:
-    """An event, which may be recorded on a stream again and again.
+    """An event, which may be recorded on a stream several times.
 
     Attributes:
-        recorded, happened: number of the last recording that was enqueued, and of the last recording that has happened.
+        recorded: number of the last recording that was enqueued.
+        happened: number of the last recording that has happened.
         blocking: whether a thread that waits for the event leaves its core to other threads.
         capture: the capture that the last recording is in; None if that recording is in a stream's queue.
     """
@@ -168,10 +170,10 @@ class LaggingEvent:
         self.happened, self._nanoseconds = version, nanoseconds
 
     def elapsed_time(self, end: LaggingEvent) -> float:
-        """Return the milliseconds from this event to the event `end`, rounded to float32 as by CUDA.
+        """Return the milliseconds from this event to the event `end`, rounded to float32 like CUDA's.
 
         Raises:
-            RuntimeError: an event was made without timing or has not happened yet, or the events are on two GPUs.
+            RuntimeError: one of the events was made without timing or has not happened yet, or they are on two GPUs.
         """
         self._gpu.raise_error()
         if self._number != end._number:
@@ -231,7 +233,7 @@ class Gpu:
         return self.current_of(self.number)
 
     def current_of(self, number: int) -> LaggingStream:
-        """Return the thread's current stream on GPU `number`: the one that was chosen, or else the default stream."""
+        """Return the calling thread's current stream on GPU `number`: the default stream unless another was chosen."""
         chosen: LaggingStream | None = getattr(self._threads, f"stream {number}", None)
         if chosen is not None:
             return chosen
@@ -267,7 +269,7 @@ class Gpu:
         self._threads.number = stream.number
 
     def new_stream(self, number: int = 0) -> LaggingStream:
-        """Make a stream of GPU `number`, which like CUDA's non-blocking ones does not wait for the default stream."""
+        """Make a stream of GPU `number`; like CUDA's non-blocking streams, it does not wait for the default stream."""
         with self.lock:
             self._streams.append(LaggingStream(self, number))
             return self._streams[-1]
@@ -328,11 +330,11 @@ class Gpu:
             return sum(len(stream.queue) for stream in self._streams)
 
     def nanoseconds(self, number: int) -> int:
-        """Return the time on a GPU's clock, in nanoseconds; clocks of GPUs of even and odd numbers drift apart."""
+        """Return the time on GPU `number`'s clock, in nanoseconds; odd GPUs' clocks are slow, even ones' are fast."""
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run all ready work of some streams, each of which is chosen with its probability `eagerness`."""
+        """Run all ready work of some streams; each stream is chosen with the probability `eagerness`."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -1,4 +1,4 @@
-"""The tensors of imitated GPUs: a shape is known at once; values are there only when the stream has run the work."""
+"""The tensors of imitated GPUs: they have their shape at once, and their values when the stream has run the work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .streams import Gpu, LaggingStream
 Call = Callable[..., Any]
 
 DEVICE_TYPE = "privateuseone"
-"""Name of the device type that torch has for devices from outside torch."""
+"""Name of the device type that torch reserves for devices from outside torch."""
 
 _FACTS = (
     "size stride dim numel nelement data_ptr is_contiguous element_size __len__ "
@@ -32,10 +32,10 @@ FACTS = frozenset(_FACTS.split())
 ANSWERS = frozenset(
     ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "__contains__")
 )
-"""Methods whose result is on the host, so that they wait for the stream."""
+"""Methods with a result on the host, for which they wait until the stream has computed it."""
 
 SIZED_BY_VALUES = frozenset(("bincount", "nonzero", "unique", "masked_select"))
-"""Operations with a result whose shape depends on values; calls of them wait for the stream."""
+"""Operations with a result whose shape depends on values, so that their calls wait for the stream."""
 
 _SHAPES = Shapes()
 """The shapes of results of all calls in this process."""
@@ -81,8 +81,9 @@ class Operations:
             host's memory was not page-locked.
         staged: number of copies between host and GPU for which torch needs temporary memory on the GPU.
         calls: number of operations that were queued, by name.
-        launches, copies: number of kernels and number of copies that were queued, except by graphs.
-        misaligned: number of matrix products by weights whose address is no multiple of 16 bytes.
+        launches: number of kernels that were queued, without those of graphs.
+        copies: number of copies that were queued, without those of graphs.
+        misaligned: number of matrix products with weights whose address is no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that was copied to the host.
     """
 
@@ -95,12 +96,12 @@ class Operations:
         self.calls: Counter[str] = Counter()
         self.launches = self.copies = 0
         self._caller = threading.local()
-        """Has `inferring`: whether the calling thread made its call in torch's inference mode."""
+        """An object whose `inferring` tells whether the calling thread made its call in torch's inference mode."""
         self.misaligned = 0
         self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out torch's call `func(*args, **kwargs)` on tensors of host or GPUs; returns the call's result."""
+        """Carry out a call `func(*args, **kwargs)` of torch, on tensors of the host or of GPUs; returns its result."""
         self._caller.inferring = torch.is_inference_mode_enabled()
         with torch._C.DisableTorchFunction(), torch._C._InferenceMode(True):
             name = getattr(func, "__name__", "")
@@ -138,7 +139,7 @@ class Operations:
             return self._queue(func, name, args, kwargs, tensors, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out a call `func(*args, **kwargs)` without GPU tensors; the result may be a tensor on a GPU."""
+        """Carry out a call `func(*args, **kwargs)` without GPU tensors as arguments; its result may be on a GPU."""
         if name == "is_pinned":
             return self.pinned.holds(args[0])
         if kwargs.get("pin_memory"):
@@ -171,11 +172,12 @@ class Operations:
         tensors: Sequence[torch.Tensor],
         number: int,
     ) -> Any:
-        """Queue a call on the current stream of GPU `number`; returns the results, which get values when the call runs.
+        """Queue a call on the current stream of a GPU; returns the results, which get values when the call runs.
 
         Args:
             name: name of the function `func`.
             tensors: the tensors among the arguments.
+            number: number of the GPU.
         """
         stream = self.gpu.current_of(number)
         if stream.capture is None:
@@ -222,9 +224,11 @@ class Operations:
         tensors: Sequence[torch.Tensor],
         number: int,
     ) -> None:
-        """Queue a call of an operator of `operators.py` on GPU `number`; the operator writes to its arguments.
+        """Queue a call of an operator of `kernels/operators.py`, which writes its results to arguments.
 
-        tensors: the tensors among the arguments.
+        Args:
+            tensors: the tensors among the arguments.
+            number: number of the GPU.
         """
         stream = self.gpu.current_of(number)
         if stream.capture is None:
@@ -251,7 +255,7 @@ class Operations:
 
         Args:
             work: runs the kernel.
-            tensors: the kernel's arguments, whose memory a capture has to know.
+            tensors: the kernel's arguments, whose memory is reported to the stream's capture, if there is one.
         """
         self.launches += stream.capture is None
         _note_use(stream, *tensors)
@@ -282,9 +286,11 @@ class Operations:
         return self._copy(empty, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
-        """Queue a copy from `source` to `target`, one or both on a GPU, on the current stream; returns the target.
+        """Queue a copy from `source` to `target` on the current stream; returns the target.
 
-        at_once: whether to wait for the copy.
+        If both are on the host, the copy is made at once, without a stream.
+
+        at_once: whether to wait for a copy between host and GPU.
         """
         to_gpu, from_gpu = isinstance(target, LaggingTensor), isinstance(source, LaggingTensor)
         if not to_gpu and not from_gpu:
@@ -312,9 +318,9 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that finds a tensor, source or target of a queued copy, when the stream runs the copy.
+        """Return a function that a queued copy calls when it runs, to find the tensor that it copies from or to.
 
-        The function raises RuntimeError if the memory was page-locked and is no longer locked.
+        The function raises RuntimeError if the tensor's memory was page-locked and is no longer locked.
         """
         if isinstance(tensor, LaggingTensor):
             values = tensor.values_now
@@ -341,7 +347,7 @@ def _shown(form: Form, block: Block) -> LaggingTensor:
 
 
 def _note_use(stream: LaggingStream, *tensors: torch.Tensor) -> None:
-    """Tell a stream's capture that its work uses these tensors' memory; does nothing if the stream does not capture."""
+    """Tell a stream's capture that captured work uses these tensors' memory; does nothing without a capture."""
     if stream.capture is not None:
         for each in tensors:
             if isinstance(each, LaggingTensor):
@@ -368,12 +374,12 @@ def _tensors(of: Any) -> list[torch.Tensor]:
 
 
 def _reals(of: Any) -> Any:
-    """Copy `of`, a call's arguments (nested tuples, lists, mappings), with its values for each GPU tensor."""
+    """Copy a call's arguments (nested tuples, lists, mappings), with `values_now` in place of each GPU tensor."""
     return _with_values(of, [])[0]
 
 
 def _with_values(of: Any, operands: list[LaggingTensor]) -> tuple[Any, Any]:
-    """Copy a call's arguments, with its values for each GPU tensor.
+    """Copy a call's arguments, with `values_now` in place of each GPU tensor.
 
     Args:
         of: the arguments, nested in tuples, lists or mappings.
@@ -438,7 +444,7 @@ def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor
 def _destination(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, dict[str, Any]]:
-    """Split the arguments of `Tensor.to` into device, dtype and all others; device or dtype is None if not given."""
+    """Split the arguments of `Tensor.to` into the device, the dtype and all others; None stands for one not given."""
     rest = dict(kwargs)
     device, dtype = rest.pop("device", None), rest.pop("dtype", None)
     for each in args:
@@ -455,7 +461,12 @@ def _destination(
 
 
 def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
-    """Set the imitated GPUs of this process, given streams and memories; returns the object that runs torch's calls."""
+    """Set the imitated GPUs of this process; returns the object that carries out torch's calls on them.
+
+    Args:
+        gpu: the streams of the GPUs.
+        memories: the memory of each GPU.
+    """
     global _operations
     _operations = Operations(gpu, memories)
     return _operations
