@@ -41,7 +41,7 @@ from .topologies import DEFERRABLE, Topology, Verbs
 from .weights import MlxWeights
 
 KEPT_BACK_BYTES = 64_000_000
-"""Largest number of bytes that MLX may keep for reuse after kernels freed them."""
+"""Largest number of bytes of freed memory that MLX may keep for reuse."""
 
 
 class MlxDevice:
@@ -50,8 +50,8 @@ class MlxDevice:
     Arrays are computed with Metal on Apple silicon, and on the CPU on Linux.
 
     Files are read straight into the memory of MLX arrays. One thread builds and evaluates all arrays, for all lanes. A
-    task with few tokens and resident weights ends before its results are evaluated; they are evaluated together with
-    the next value that the host needs. Beam search and observing activations exist only on the torch device.
+    task with few tokens and resident weights ends before its results are evaluated: this happens together with the next
+    value that the host needs. This device has no beam search, and does not report activations to observers.
 
     Args:
         keep_logits: whether to append the requests and the logits (sequences, vocabulary) of each step of a micro-batch
@@ -132,7 +132,7 @@ class MlxDevice:
 
     @property
     def evaluations(self) -> int:
-        """The number of evaluations in the current batch so far; each makes the device's thread wait for GPU or CPU."""
+        """The number of evaluations in the current batch so far; in each, the device's thread waits for the kernels."""
         return 0 if self._evaluations is None else self._evaluations.count
 
     def slot_bytes(self, page: Page) -> int:
@@ -153,10 +153,12 @@ class MlxDevice:
         self._transport = transport
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Begin a batch of prompts (token ids): allocate the plan's memory; weights resident since the last batch stay.
+        """Begin a batch of prompts (token ids): allocate the plan's memory.
+
+        Weights that are resident in this batch and in the last one stay in memory.
 
         Raises:
-            BadInput: a token id is outside the vocabulary, a beam search is asked for, or the plan takes more memory
+            BadInput: a token id is outside the vocabulary, the batch has a beam search, or the plan takes more memory
                 than this Mac keeps wired.
         """
         if plan.batch.beams > 1:
@@ -175,7 +177,10 @@ class MlxDevice:
         self._thread.call(self._begin, plan, partial(serving_states, plan), Sampling())
 
     def execute(self, task: Task) -> Any:
-        """Run a task, reads and exchanges on the calling thread, all else on the device's thread; returns its value."""
+        """Run a task, and return its value.
+
+        Reads of pages and exchanges run on the calling thread, all other tasks on the device's thread.
+        """
         verb = self._verbs[task.verb]
         if isinstance(task, (PageTransfer, Collective)):
             return verb(task)
@@ -185,9 +190,9 @@ class MlxDevice:
         return self._thread.call(verb, task)
 
     def stand_by(self) -> int:
-        """Read one element of every array of weights, so that Metal keeps them wired between batches.
+        """Read one element of every array of weights, so that Metal keeps the arrays wired between batches.
 
-        Returns the number of arrays. The driver wires whole arrays, so that one element is enough.
+        One element is enough, since the driver wires whole arrays. Returns the number of arrays.
         """
         return self._thread.call(self._weights.touch)
 

@@ -19,10 +19,10 @@ from ..kernels.mlx_functions import Array
 Evaluate = Literal["needed", "task"]
 
 FEW_TOKENS = 64
-"""Largest number of tokens of a task that is deferred, that is, whose results are evaluated after its end.
+"""Largest number of tokens of a deferred task: a task whose results are evaluated after its end.
 
-Tasks of more tokens are evaluated one by one: each takes long compared with an evaluation, and the intermediate results
-of several would take more memory than the plan reserves.
+A task of more tokens is evaluated before it ends. It takes long compared with the cost of an evaluation, and the
+intermediate results of several such tasks would take more memory than the plan reserves.
 """
 
 
@@ -48,7 +48,7 @@ class Evaluations:
         self._decoded = dict(enumerate(map(len, plan.batch.micro_batches)))
         self._prefilled = {number: sum(chunk.tokens) for number, chunk in plan.chunks.items()}
         self._open: dict[int, list[Array]] = {}
-        """The results of deferred tasks that are to be evaluated, by micro-batch."""
+        """The results of deferred tasks that are not evaluated yet, by micro-batch."""
 
     def defers(self, task: Task) -> bool:
         """Test whether a task's results may be evaluated after the task's end; any thread may call this."""
@@ -75,7 +75,7 @@ class Evaluations:
         mx.eval(arrays, self._open.pop(micro_batch, ()))
 
     def on_host(self, array: Array) -> npt.NDArray[Any]:
-        """Copy an evaluated array to numpy."""
+        """Copy an evaluated array to a numpy array."""
         return np.array(array)
 
     def value(
@@ -84,7 +84,7 @@ class Evaluations:
         """Evaluate arrays and call `read` with copies of them on the host; returns the result of `read`.
 
         Args:
-            read: makes the task's value from numpy arrays.
+            read: function that makes the task's value from the copies, which are numpy arrays.
             beside: arrays that are evaluated at the same time but not passed to `read`.
         """
         self.settle(task.micro_batch, *arrays, *beside)
@@ -95,16 +95,19 @@ class Evaluations:
         return value
 
     def close_others(self, micro_batch: int) -> None:
-        """Evaluate all deferred results of other micro-batches, before this micro-batch writes to a KV cache.
+        """Evaluate all deferred results of the other micro-batches, before a micro-batch writes to a KV cache.
 
-        The deferred results may read that cache, and MLX would copy the whole cache before writing.
+        MLX would otherwise copy the whole cache before it writes, since deferred results may still read the cache.
         """
         for other in [each for each in self._open if each != micro_batch]:
             self.settle(other)
 
 
 def _tokens(task: Task, tokens: Mapping[int, int]) -> int:
-    """Return the number of tokens of all micro-batches that a task computes."""
+    """Return the number of tokens that a task computes, in all of its micro-batches.
+
+    tokens: the number of tokens of each micro-batch, by its number.
+    """
     if not task.ranges:
         return tokens[task.micro_batch]
     return sum(tokens[micro_batch] for micro_batch, _, _ in task.ranges)

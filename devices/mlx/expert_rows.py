@@ -15,7 +15,8 @@ from ..kernels.mlx_functions import MANY_ROWS, Array, Rows, group_by_expert
 class TiledRows(NamedTuple):
     """A range of an expert's rows, and the range of the whole tiles that contain these rows.
 
-    Tiles are computed whole, because the last bits of a product may depend on its other rows.
+    A tile has EXPERT_TILE rows, or fewer at the end of the expert's rows. Tiles are computed whole, because the last
+    bits of a row's result may depend on the other rows.
 
     Attributes:
         expert: number of the expert.
@@ -28,15 +29,16 @@ class TiledRows(NamedTuple):
 
 
 class ExpertRows:
-    """The rows of a micro-batch in one layer, sorted by expert: one for each pair of a token and an expert it chose.
+    """The rows of a micro-batch in one layer, sorted by expert: one for each pair of a token and one of its experts.
 
     Args:
         x_TD: the experts' input, one row for each token.
-        experts_Tk, weights_Tk: the experts of each token, and their weights.
+        experts_Tk: the experts of each token.
+        weights_Tk: the router's weights of these experts.
 
     Attributes:
         x_nD: the input rows, sorted by expert.
-        counts: number of rows of each expert, by its number; empty until the host knows the numbers.
+        counts: number of rows of each expert, by the expert's number; empty until the host knows these numbers.
         many: whether there are at least `MANY_ROWS` (64) rows.
     """
 
@@ -47,7 +49,7 @@ class ExpertRows:
         self.counts: list[int] = []
         self.many = len(self.x_nD) >= MANY_ROWS
         self._outputs: dict[int, dict[int, Array]] = {}
-        """The outputs of experts that ran, by expert, and for each expert by the first row of the range that ran."""
+        """The outputs of experts that ran: by expert, then by the first row of the range that the outputs are of."""
 
     def span(self, expert: int, start: int = 0, stop: int | None = None) -> TiledRows:
         """Select an expert's rows from `start` to before `stop`, counted from the expert's first row; by default all.
@@ -67,9 +69,9 @@ class ExpertRows:
         return self.x_nD[first + span.tiles.start : first + span.tiles.stop]
 
     def keep(self, span: TiledRows, y_nD: Array) -> Array:
-        """Store the outputs of a span's rows, for `outputs` to return, and return them.
+        """Store the outputs of a span's rows for the method `outputs`, and return them.
 
-        y_nD: the outputs of all rows of the span's tiles, of which only the span's rows are stored.
+        y_nD: the outputs of all rows in the span's tiles.
         """
         if len(y_nD) > len(span.rows):
             start, stop = (each - span.tiles.start for each in (span.rows.start, span.rows.stop))
@@ -86,8 +88,9 @@ class ExpertRows:
         """Return the outputs of all rows, and the row of each token's outputs.
 
         Returns:
-            the output rows (n, D), zero for experts that did not run; the row of each of a token's experts (T, k), None
-            for a single token, whose rows are in order; and the weights of each token's experts (T, k).
+            three arrays. The output rows of all experts (rows, hidden size), with zeros for experts that did not run;
+            for each token, the index of the row of each of its k experts (tokens, k), or None if there is a single
+            token, whose rows are in the order of its experts; and the weights of each token's experts (tokens, k).
         """
         parts: list[Array] = []
         for expert, count in enumerate(self.counts):
@@ -110,7 +113,7 @@ def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
 
 
 def zeros(count: int, width: int, dtype: mx.Dtype) -> Array:
-    """Return zeros (count, width) of a dtype; the array for one row is made once and shared."""
+    """Return zeros (count, width) of a dtype; a single row of zeros is made once and shared."""
     return _zero_row(width, dtype) if count == 1 else mx.zeros((count, width), dtype)
 
 

@@ -26,7 +26,8 @@ class MlxExperts:
     Args:
         states: the state of each micro-batch, by the micro-batch's number.
         weights: a function that returns the weights of a task, given the task's operands.
-        evaluations: evaluates results.
+        kernels: finds the kernel of an operation, and binds it to weights and memory.
+        evaluations: evaluates the lazy arrays of results, during the task or after it.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class MlxExperts:
         """Sort a micro-batch's rows by expert, and keep them in the micro-batch's state; returns the task's value.
 
         Args:
-            routed: the router's result.
-            read: makes the value from `routed.experts_Tk` and `arrays`, all on the host: the number of rows of each
-                expert that has any.
+            routed: the router's result for the micro-batch's tokens.
+            read: function that makes the value: the number of rows of each expert that has any. Its arguments are
+                numpy arrays: the experts of each token, and then `arrays`.
+            arrays: further results of the router, such as its scores.
         """
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         self._states[task.micro_batch].rows = rows
@@ -59,7 +61,10 @@ class MlxExperts:
         return value
 
     def scores(self, logits_TE: Array) -> Array:
-        """Return the router's probability of each expert (E), float32, averaged over the tokens."""
+        """Return the probability that the router gives each of E experts, averaged over the tokens: (E), float32.
+
+        logits_TE: the router's logits for T tokens.
+        """
         return functions.scores(logits_TE)
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Arrays) -> None:

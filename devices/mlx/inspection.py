@@ -13,7 +13,7 @@ from .machine import recommended_bytes
 
 
 def metal_facts() -> MetalFacts:
-    """Return MLX's version, the GPU's name, and the most bytes that the system recommends to wire for the GPU."""
+    """Return facts such as MLX's version, the GPU's name, and the bytes that the system recommends to wire at most."""
     metal = bool(mx.metal.is_available())
     return MetalFacts(
         mlx=version("mlx"),

@@ -1,4 +1,7 @@
-"""The KV cache on MLX: two arrays for each layer, in which every request has contiguous slots."""
+"""The KV cache on MLX: two arrays for each layer, in which every request has contiguous slots.
+
+Shapes in names: N slots, T new tokens, L tokens that attention reads, K key-value heads, d head size.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ class KVStep(NamedTuple):
         requests: the requests' numbers; the tuples below have an entry for each request, in this order.
         past: number of tokens that the request had before the step.
         new: number of tokens that the step adds.
-        before, starts: position (index in the request) of the token in the request's first slot, before and in the
-            step.
-        in_place: whether the cache still holds all tokens that the new tokens attend to once the new ones are stored;
-            otherwise storing them overwrites some.
-        positions: the new tokens' positions, int64.
+        before: position in the request of the token that is in the request's first slot before the step.
+        starts: the same after the step.
+        in_place: True if the cache, once it has the new tokens, still has all tokens that they attend to; False if
+            storing the new tokens overwrites some of these.
+        positions: position in its request of each new token, int64.
         slots_T: slots of the new tokens in the cache; a slice if they are consecutive.
         last: index of each request's last token among all T new tokens.
         one_each: whether each request has one new token.
@@ -47,14 +50,15 @@ class KVStep(NamedTuple):
 
 
 class RequestsKV:
-    """A KV cache of layers that have the same attention window: two arrays (slots, K, d) for each layer.
+    """A KV cache of layers that have the same attention window.
 
-    Each request has a contiguous range of slots: one for each token of its final length, or as many as a window takes.
-    Once the range is full, the tokens that are still in the window are moved to the range's first slots.
+    Each layer has two arrays (slots, key-value heads, head size), for keys and for values. Each request has a
+    contiguous range of slots: one for each token of its final length, or as many as a window takes. Once the range is
+    full, the tokens that are still in the window are moved to the range's first slots.
 
     Args:
         layers: numbers of the layers.
-        slots: number of slots, for all requests that are open at the same time.
+        slots: number of slots of all requests that are open at the same time.
 
     Attributes:
         layers: numbers of the cache's layers.
@@ -75,8 +79,8 @@ class RequestsKV:
     def open(self, request: int, tokens: int) -> None:
         """Begin a request of up to `tokens` tokens.
 
-        Slots of other requests may be moved to make room. So no request of the cache may be within a step, that is,
-        have called `extend` but not stored the keys and values of all layers.
+        Other requests may be moved to other slots to make room. So no request may be within a step: between `extend`
+        and the storing of the keys and values of the last layer.
 
         Raises:
             OutOfSlots: there are not enough free slots; nothing has changed.
@@ -139,18 +143,20 @@ class RequestsKV:
         return [self._view(layer, *part) for part in self._parts(step)]
 
     def arrays(self, layer: int) -> list[Array]:
-        """Return the two arrays of keys and of values of one layer, which have to be evaluated after `extended`."""
+        """Return one layer's array of keys and its array of values, which have to be evaluated after `extended`."""
         return self._layers[layer]
 
     @property
     def _arrays(self) -> list[Array]:
-        """The arrays of keys and the arrays of values of all layers, in one list."""
+        """The arrays of keys and values of all layers, in one list."""
         return [array for halves in self._layers.values() for array in halves]
 
     def _move(self, array_NKd: Array, step: KVStep) -> None:
-        """Move the tokens that are still in the window to the first slots, for requests of the step with full slots.
+        """Make room in full ranges of slots: move the tokens that are still in the window to the range's first slots.
 
-        array_NKd: the keys or the values of a layer, by slot.
+        Args:
+            array_NKd: the keys or the values of a layer, by slot.
+            step: the step that the room is for.
         """
         for request, past, before, start in zip(
             step.requests, step.past, step.before, step.starts, strict=True
@@ -162,16 +168,16 @@ class RequestsKV:
                 ]
 
     def _joined(self, array_NKd: Array, step: KVStep, fresh_TKd: Array) -> list[Array]:
-        """Join for each request the cached and the new keys (or values) that its new tokens attend to.
+        """Join for each request the cached and the new keys (or values) that the request's new tokens attend to.
 
-        The tokens that stay in the window are stored in the cache.
+        Those of tokens that stay in the window are also stored in the cache.
 
         Args:
-            array_NKd: the keys or the values of a layer, by slot, which this overwrites.
+            array_NKd: the keys or the values of a layer, by slot; some of them are overwritten.
             fresh_TKd: the new tokens' keys or values.
 
         Returns:
-            an array (1, L, K, d) for each request.
+            an array (1, tokens, key-value heads, head size) for each request.
         """
         assert self._window is not None, "all tokens have room without one"
         joined, stop = [], 0
@@ -188,11 +194,11 @@ class RequestsKV:
         return joined
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
-        """Group a step's neighbouring requests of equal length and evenly spaced slots, for one strided view each.
+        """Group neighbouring requests of a step that have equal lengths and evenly spaced slots: one view per group.
 
         Returns:
-            for each group: a request's number of new tokens, its number of cached tokens, the distance in slots from
-                one request to the next, and the first slot of each request.
+            for each group: the number of new tokens of each request, the number of tokens of each request in the cache,
+                the distance in slots from one request to the next, and the first slot of each request.
         """
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):
@@ -219,7 +225,11 @@ class RequestsKV:
 
 
 class CachedLayer(NamedTuple):
-    """One layer of a KV cache, as attention kernels take it: stores keys and values, and returns views of them."""
+    """One layer of a KV cache, in the form that attention kernels take.
+
+    Attributes:
+        layer: number of the layer.
+    """
 
     cache: RequestsKV
     layer: int
@@ -230,12 +240,12 @@ class CachedLayer(NamedTuple):
 
     @property
     def arrays(self) -> list[Array]:
-        """The layer's arrays of keys and of values, which have to be evaluated after `extended`."""
+        """The layer's array of keys and its array of values, which have to be evaluated after `extended`."""
         return self.cache.arrays(self.layer)
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:
-    """Convert slots to a slice if they are consecutive, which takes fewer kernels to write to; else to an array."""
+    """Convert consecutive slots to a slice, which needs fewer kernels to write to; convert other slots to an array."""
     if np.all(np.diff(slots) == 1):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return mx.array(slots)

@@ -17,7 +17,7 @@ ASSUMED_FLOPS = {"float32": 5e12, "bfloat16": 1e13}
 
 
 LEAST_ROOM, ROOM_SHARE = 4_000_000_000, 0.05
-"""Memory that the wired limit leaves for kernels beside the plan: least bytes, and least share of the plan's bytes."""
+"""Memory for kernels in the wired limit, beside the plan's: at least these bytes, and this share of the plan's bytes."""
 
 
 def with_metal(host: Machine) -> Machine:
@@ -32,7 +32,8 @@ def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
 
     Args:
         gpu: name of the GPU.
-        recommended: the largest number of bytes of memory that the GPU should use, as the system says; None if unknown.
+        recommended: the largest number of bytes that the GPU should use, by the system's recommendation; None without
+            one.
     """
     memory = host.host.memory
     tier = host.memories[memory]
@@ -90,10 +91,10 @@ class ProcessLimit:
 
 
 class WiredLimit:
-    """The limit of the memory that Metal keeps wired, that is, resident, so that idle weights need not be wired again.
+    """The limit of the memory that Metal keeps wired (resident), so that weights need not be wired again after a pause.
 
-    The limit is set above the plan's bytes, because with a limit of exactly these bytes any further array would make
-    Metal unwire one of them. The limit is not lowered between batches, which would unwire weights that the next batch
+    The limit is set above the plan's bytes: if it were just these bytes, Metal would unwire one of the plan's arrays
+    for any further array. The limit is not lowered between batches, as this would unwire weights that the next batch
     uses. Without Metal the limit has no effect.
 
     Args:
@@ -110,7 +111,7 @@ class WiredLimit:
         """Raise the limit so that `used` bytes of a plan stay wired.
 
         Raises:
-            BadInput: the system wires fewer bytes, so that weights would be paged out between their uses.
+            BadInput: the system wires fewer bytes; weights would be paged out between two uses.
         """
         most = self._recommended
         wanted = used + max(LEAST_ROOM, int(ROOM_SHARE * used))
@@ -137,7 +138,7 @@ def wired_limit() -> WiredLimit:
 
 
 def cache_limit() -> ProcessLimit:
-    """Return an object that sets this process's limit of the memory that MLX keeps for reuse after kernels freed it."""
+    """Return an object that sets this process's limit of the freed memory that MLX keeps for reuse."""
     return ProcessLimit(mx.set_cache_limit)
 
 

@@ -16,7 +16,7 @@ Array = mx.array
 ARRAY_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 _RAW = {4: mx.uint32, 2: mx.uint16}
-"""MLX's integer dtypes by size in bytes, for arrays that numpy shows: numpy has no bfloat16."""
+"""MLX's integer dtypes, by size in bytes; numpy gets views of arrays in these dtypes, since it has no bfloat16."""
 
 
 class Bytes:

@@ -1,7 +1,7 @@
 """The computations on MLX around exchanges between nodes: sums over a node's experts, and rows routed by another node.
 
-Exchanges take and return numpy arrays, on any thread; kernels convert them from and to MLX arrays on the device's
-thread.
+Exchanges take and return numpy arrays, on any thread. The tasks before and after them convert these from and to MLX
+arrays, on the device's thread.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class MlxNodeSide:
 
     Args:
         moe: runs the router.
-        evaluations: evaluates results.
-        project_output: a function that runs a task's output projection of attention, before the layer's norm and
-            router.
+        evaluations: evaluates the lazy arrays of results, during the task or after it.
+        project_output: a function that projects attention's output for a task, before the layer's norm and router run.
     """
 
     def __init__(
@@ -53,7 +52,10 @@ class MlxNodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Array:
-        """Return the weighted sum of this node's own experts' outputs, (T, D) float32, in the host's memory."""
+        """Return the weighted sum of the outputs of this node's own experts, in the host's memory.
+
+        The result is a float32 array (tokens, hidden size).
+        """
         state = self._states[task.micro_batch]
         total_TD = functions.sum_experts(*state.rows.outputs())
         del state.rows
@@ -67,7 +69,7 @@ class MlxNodeSide:
     def combine(self, task: Task, total_TD: Array) -> None:
         """Add the residual to the sum over all nodes, and round; the result becomes the micro-batch's hidden states.
 
-        total_TD: the sum over all nodes of their partial sums, float32 on the host.
+        total_TD: the sum of all nodes' partial sums, float32, on the host.
         """
         state = self._states[task.micro_batch]
         state.hidden_TD = mlx_elements.added_to(state.hidden_TD, mx.array(total_TD))
@@ -77,9 +79,9 @@ class MlxNodeSide:
         """Run the router on a task's micro-batch.
 
         Returns:
-            the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes:
-                float32 (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side
-                by side.
+            the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes.
+                The latter is a float32 array (tokens, hidden size + 2 k) on the host. It has for each token, side by
+                side, the experts' input, the numbers of the token's k experts, and their weights.
         """
         self._project_output(task)
         routed = self._moe.route(task)
@@ -88,7 +90,7 @@ class MlxNodeSide:
         return self._moe.group(task, routed), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Keep the first node's router result as this node's; returns the number of rows of each expert that has any.
+        """Use the first node's router result on this node; returns the number of rows of each expert that has any.
 
         routed_TX: the second value that `route` returned on the first node.
         """

@@ -53,7 +53,7 @@ class Stacked(Protocol):
         """
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return weights, for kernels, that contain a page's expert, and the index of this expert in them."""
+        """Return weights in the form that kernels take, which contain a page's expert, and the expert's index there."""
 
 
 class _Block(NamedTuple):
@@ -73,7 +73,8 @@ class _Block(NamedTuple):
 class StackedLayer:
     """A stack of all experts of one layer, for MLX's `gather_mm`.
 
-    Each row block of a matrix is in an array (experts, rows, columns), together with that block of the other experts.
+    There is an array (experts, rows, columns) for each row block of an expert's matrices, with this block of every
+    expert.
     """
 
     def __init__(self, layout: WeightLayout, layer: int) -> None:
@@ -103,9 +104,10 @@ class StackedLayer:
 
 
 class StackedExpert:
-    """A stack of one expert in all layers: one array (layers, numbers in the expert's matrices).
+    """A stack of the weights of one expert in all layers: one array, with a row for each layer.
 
-    A paper on Apple silicon clusters (RACS'24, section 4.1) calls this prestacking.
+    A row has all numbers of the expert's three matrices in that layer. A paper on Apple silicon clusters (RACS'24,
+    section 4.1) calls this prestacking.
     """
 
     def __init__(self, layout: WeightLayout, expert: int) -> None:
@@ -131,7 +133,7 @@ class StackedExpert:
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return a stack that holds only the page's expert, and the expert's index in it, 0."""
+        """Return weights that contain only the page's expert, and the expert's index in them, which is 0."""
         layer = self._array[page.layer]
         parts: dict[str, list[Array]] = {
             part: [
@@ -145,10 +147,10 @@ class StackedExpert:
 
 
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
-    """Choose a stack for each resident expert page; returns the stack's key by the page's id.
+    """Choose a stack for each resident page of an expert; returns the stack's key by the page's id.
 
-    Layers of which all experts are resident are stacked by layer. In the other layers, experts that are resident in all
-    layers are stacked by expert. No stack is made whose arrays are larger than the system allocates; pages without a
+    If all experts of a layer are resident, they are in one stack. In the other layers, an expert that is resident in
+    all layers has a stack of its own. There is no stack for arrays larger than the system can allocate; pages without a
     stack are left out of the result.
     """
     experts = [page for page in pages if page.expert >= 0]
@@ -181,7 +183,7 @@ def open_stack(layout: WeightLayout, key: Key) -> Stacked:
 def stored_blocks(
     layout: WeightLayout, views: Mapping[str, list[torch.Tensor]]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield pairs of a matrix's name ("gate", "up" or "down") and a row block of the matrix as the files have it.
+    """Yield pairs of a matrix's name ("gate", "up" or "down") and a row block of the matrix as it is in the files.
 
     views: the page's row blocks, top to bottom, by the tensor's canonical name.
     """

@@ -14,7 +14,7 @@ from .memory import ARRAY_DTYPES
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """Make the state of each micro-batch of a batch; if prompts are cut, the states of prefill's chunks follow.
+    """Make the states of a batch's micro-batches; if prompts are cut into chunks, the states of the chunks follow.
 
     prompts: the token ids of each request's prompt, in the order of the requests.
     """
@@ -32,8 +32,8 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchSt
 def serving_states(plan: Plan) -> list[MicroBatchState]:
     """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
-    Each state has KV caches of its own: opening a request may move others in the same cache, which is safe only between
-    the steps of one micro-batch.
+    Each state has KV caches of its own: opening a request may move other requests of the same cache, and requests of
+    another micro-batch might just be within a step.
     """
     states: list[MicroBatchState] = []
     for requests in plan.batch.micro_batches:
@@ -45,7 +45,10 @@ def serving_states(plan: Plan) -> list[MicroBatchState]:
 
 
 def _caches(plan: Plan, requests: Sequence[int]) -> list[RequestsKV]:
-    """Make a KV cache for each attention window of the plan's model, with room for the requests of these numbers."""
+    """Make a KV cache for each length of attention window that the model's layers have, with room for the requests.
+
+    requests: numbers of the requests.
+    """
     config, dtype = plan.layout.config, ARRAY_DTYPES[plan.layout.dtype]
     caches = []
     for layers in config.by_window(range(config.layers)):

@@ -1,4 +1,4 @@
-"""A thread that does the work of all lanes (queues of tasks), as one thread must build and evaluate all MLX arrays."""
+"""A thread that does the work of all lanes (queues of tasks), since a single thread has to handle all MLX arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class _Call:
-    """A call for the thread to make, and its result or error once the lock `ended` is released."""
+    """A call for the thread to make; has the call's result or error once the lock `ended` is released."""
 
     __slots__ = ("arguments", "ended", "error", "value", "work")
 
@@ -29,8 +29,9 @@ class _Call:
 class OneThread:
     """Runs calls from all threads on one thread, one after the other.
 
-    Each call has a raw lock that is released at the call's end: a hand-over by an executor takes more than twice as
-    long. A caller whom Ctrl-C interrupts leaves the results of other callers alone.
+    Each call has a lock, which the caller waits for and which is released when the call has ended. An executor of the
+    standard library would take more than twice as long. Each call keeps its own result, so a caller that Ctrl-C
+    interrupts does not disturb the others.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +43,7 @@ class OneThread:
     def call(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Run the function `work` on the thread, after all posted calls, and return its result.
 
-        An error of the function or of a posted call is raised here.
+        An error that the function or a posted call raises is raised here.
         """
         call = _Call(work, arguments)
         self._calls.put(call)

@@ -1,4 +1,4 @@
-"""Functions that run the tasks of a batch on MLX, by verb (kind of task): for one device, or a node of several."""
+"""Functions that run the tasks of a batch on MLX, by verb (kind of task), on one device or on one of several nodes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ DEFERRABLE = {
 
 
 class Topology:
-    """Makes the functions that run the tasks of one batch or of serving, by verb; used on the device's thread.
+    """Makes the functions that run the tasks of one batch or of serving, by verb (kind of task).
+
+    The object is used only on the device's thread.
 
     Args:
         states: the states of micro-batches, with their KV caches.
+        choice: the settings by which tokens are chosen.
         weights: the model's weights.
-        evaluations: evaluates results.
-        first_bad: a function that names the first weight that is not finite, for an error's message.
+        evaluations: evaluates the lazy arrays of results, during the task or after it.
+        first_bad: a function that describes the first weight that is not finite, for an error's message.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class Topology:
         }
 
     def _evaluated(self, verb: Verb, results: Callable[[MicroBatchState, int], Sequence[Array]]) -> Verb:
-        """Wrap the function of a verb (kind of task) so that results are evaluated after it, at once or later.
+        """Wrap the function of a verb (kind of task) so that its results are evaluated, during the task or after it.
 
         results: returns the arrays to evaluate, given the micro-batch's state and the layer.
         """

@@ -1,9 +1,9 @@
 """The weights of a model on MLX: pages that are read into slots on demand, resident pages, and stacks of experts.
 
-Files are read straight into slots and resident pages. A stack is filled through the memory of one more page, which is
-freed when all stacks are loaded. If all experts of a layer are in one stack, one kernel multiplies by all of them, and
-the host need not know the router's choices; otherwise the experts run one after the other. A resident router is kept
-both in its stored dtype and in float32, in which it is used.
+Files are read straight into slots and resident pages. The pages of a stack are first read into the memory of one more
+page, which is freed when all stacks are loaded. If all experts of a layer are in one stack, one kernel multiplies by
+all of them, and the host need not know the router's choices; otherwise the experts run one after the other. A resident
+router is kept both in its stored dtype and in float32, the dtype that it is used in.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
 
 class MlxWeights:
-    """The weights of one model; the object is used for batch after batch.
+    """The weights of one model, which successive batches use.
 
     Args:
-        reader: reads pages into slots, on any thread, while no kernel reads that slot.
+        reader: reads pages into slots, on any thread; no kernel may read a slot meanwhile.
 
     Attributes:
         globals: the tensors outside the layers, by canonical name; empty on a node without attention.
@@ -53,7 +53,7 @@ class MlxWeights:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot, with a float32 copy of its router if that has another dtype."""
+        """Return the bytes that a page takes in a slot, and those of a float32 copy of its router if one is needed."""
         copied = 0
         for extent in page.extents:
             item = self._reader.format_of(extent.tensor).block_bytes
@@ -187,5 +187,8 @@ def _is_router(name: str) -> bool:
 
 
 def one_item(array: Array) -> Array:
-    """Return the first element of an array without flattening: MLX allows no dimension as long as a large array."""
+    """Return the first element of an array.
+
+    The array is not flattened for this, since a large array has more elements than MLX allows in a dimension.
+    """
     return array[(0,) * array.ndim]
