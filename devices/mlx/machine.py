@@ -17,7 +17,7 @@ ASSUMED_FLOPS = {"float32": 5e12, "bfloat16": 1e13}
 
 
 LEAST_ROOM, ROOM_SHARE = 4_000_000_000, 0.05
-"""Memory for kernels in the wired limit, beside the plan's: at least these bytes, and this share of the plan's bytes."""
+"""Memory for kernels in the wired limit: at least these bytes, and at least this share of the plan's bytes."""
 
 
 def with_metal(host: Machine) -> Machine:

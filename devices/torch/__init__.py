@@ -1,1 +1,1 @@
-"""The torch devices: they run batches on the CPU, or on one CUDA device for each rank."""
+"""The torch devices: they run batches on the CPU, or on CUDA devices, of which each rank has one."""

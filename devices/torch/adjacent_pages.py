@@ -1,4 +1,4 @@
-"""Memory on the accelerator for resident pages of weights; the pages of one expert or one dense part are adjacent."""
+"""Memory on the accelerator for resident pages of weights; pages of the same expert or dense part are adjacent."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .compute import Compute
 
 
 class AdjacentPages:
-    """Allocates memory for pages: one allocation for each expert, and for each layer's other weights.
+    """Allocates memory for pages: one allocation for each expert, and one for each layer's other weights (dense part).
 
-    The row blocks of a matrix that spans several pages are then adjacent, and `joined` makes them one block.
+    So the row blocks of a matrix that spans several pages are adjacent, and `joined` makes them one block.
     """
 
     def __init__(self, reader: PageReader, compute: Compute) -> None:
@@ -29,9 +29,12 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Keep the allocations of experts and dense parts that have the same pages in `pages`, and free all others.
+        """Keep the memory of each expert or dense part whose resident pages are the same as before; free all other.
 
-        Returns the ids of the pages whose allocations remain.
+        pages: the pages that are resident from now on.
+
+        Returns:
+            the ids of the pages whose memory was kept.
         """
         self._together &= {_ids(group) for group in _groups(pages)}
         staying = {page for group in self._together for page in group}
@@ -48,13 +51,13 @@ class AdjacentPages:
                 self._slots |= zip(_ids(group), memory.split(sizes), strict=True)
 
     def memory(self, page: Page, elsewhere: Tensor | None) -> Tensor | None:
-        """Return the memory of a page, uint8; `elsewhere` if the page has no memory here."""
+        """Return the memory of a page, uint8; return `elsewhere` if the page has no memory here."""
         return self._slots.get(page.id, elsewhere)
 
     def copied(self, page: Page, staging: Tensor) -> NamedBlocks:
         """Copy a page to its memory; returns the page's tensors in this memory. Threads may copy different pages.
 
-        staging: the page's bytes as they were read from the files, in another memory.
+        staging: the page's bytes in other memory, in the form that `PageReader.read` leaves them.
         """
         memory = self._slots[page.id]
         for piece, offset in self._reader.pieces(page, [PagePart(0, staging)]):

@@ -1,4 +1,4 @@
-"""Torch's implementations of the runner's `Library`: one for the CPU, one for a GPU, where results arrive later."""
+"""Torch's implementations of the runner's `Library`: one for the CPU, and one for a GPU, whose results come later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .read_back import ReadBack
 
 
 class AtOnce:
-    """Copies results to the host where torch runs on the CPU: a kernel's results are complete when its call returns."""
+    """Copies results to the host if torch runs on the CPU, where a kernel's results are there once its call returns."""
 
     computing: type[AbstractContextManager[object]] = torch.inference_mode
 
@@ -32,9 +32,11 @@ class AtOnce:
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """Call `read` with copies of the tensors on the host; returns the result of `read`, which is the task's value.
+        """Call `read` with copies of the tensors on the host; returns its result, which is the task's value.
 
-        beside: not used by torch.
+        Args:
+            read: a function that makes the value from the copies, which are numpy arrays.
+            beside: not used by torch.
         """
         return read(*map(self.on_host, tensors))
 
@@ -44,7 +46,7 @@ class AtOnce:
 
 
 class OnStream(AtOnce):
-    """Copies results to the host where torch runs on a GPU: copies run on a stream, and are read at the task's end."""
+    """Copies results to the host if torch runs on a GPU: a stream makes the copies, which are read once it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,7 +55,7 @@ class OnStream(AtOnce):
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """Start to copy tensors to page-locked memory; returns a `Later`, which calls `read` with the copies on demand.
+        """Start to copy tensors to page-locked memory; returns a `Later`, whose `get` calls `read` with the copies.
 
         beside: not used by torch.
         """
@@ -69,12 +71,12 @@ class OnStream(AtOnce):
 
 
 class Later:
-    """The value of a task that a stream has not finished yet; the constructor starts the copies to the host.
+    """The value of a task that a stream has not finished yet; the constructor starts to copy its results to the host.
 
     Args:
         read: a function that makes the value from the copies, and must not keep references to them.
-        read_back: gives the host's memory for the copies, and takes it back when the value was read.
-        tensors: results on the accelerator.
+        read_back: has the host's memory for the copies, and gets it back when the value was read.
+        tensors: the task's results on the accelerator.
     """
 
     def __init__(self, read: Callable[..., Any], read_back: ReadBack, tensors: Sequence[Tensor]) -> None:
@@ -92,7 +94,7 @@ class Later:
 
 
 def settled(value: Any) -> Any:
-    """Return the value of a task that has ended: the value that a `Later` reads; any other value is unchanged."""
+    """Return the value of a task that has ended: what `value` reads if it is a `Later`, otherwise `value` itself."""
     return value.get() if isinstance(value, Later) else value
 
 

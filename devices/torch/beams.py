@@ -33,9 +33,10 @@ class BeamSearches:
         """Extend the beams of some requests of a micro-batch by one token.
 
         Args:
-            state: the micro-batch; its input tokens of the next step are set.
+            state: the state of the micro-batch, in which this sets the input tokens of the next step.
             places: indices of the requests in the micro-batch.
-            logits_SV: logits of all beams of these requests; just after prefill, of one sequence for each request.
+            logits_SV: logits (beams, vocabulary) of all beams of these requests; just after prefill, each request has a
+                single sequence instead of its beams.
 
         Returns:
             for each search the best sequence so far, its score, and whether it is final.

@@ -33,12 +33,12 @@ class Growth(NamedTuple):
     """The growth of a sequence by new tokens.
 
     Attributes:
-        past: number of the sequence's tokens before.
+        past: number of the sequence's tokens before the step.
         new: number of new tokens.
-        seen: the blocks with the tokens that the new tokens attend to; the new tokens are stored there, too, if `kept`
-            is None.
-        kept: the blocks that hold the sequence after the step, if storing the new tokens overwrites some tokens in
-            `seen`. That happens only with a window and several new tokens; otherwise None.
+        seen: the blocks with the tokens that the new tokens attend to. If `kept` is None, the new tokens are stored in
+            these blocks, too.
+        kept: the blocks that hold the sequence after the step, if storing the new tokens may overwrite tokens in
+            `seen`; None if it cannot, that is, without a window or if each sequence has at most one new token.
     """
 
     past: int
@@ -57,7 +57,7 @@ class SequenceBlocks(msgspec.Struct):
 
     Attributes:
         length: number of the sequence's tokens.
-        blocks: the numbers of its blocks in the order of the tokens, reserved ones at the end.
+        blocks: the numbers of its blocks, in the order of the tokens; blocks reserved for later tokens are at the end.
         first: position of the first token that is still in the blocks; above 0 only with a window.
     """
 
@@ -72,10 +72,7 @@ class SequenceBlocks(msgspec.Struct):
 
 
 class BlockCopy(NamedTuple):
-    """A copy of one block to another that the caller has to make.
-
-    source, target: numbers of the two blocks.
-    """
+    """The numbers of two blocks; the caller has to copy the contents of `source` to `target`."""
 
     source: int
     target: int
@@ -89,9 +86,8 @@ class BlockTable:
     Args:
         blocks: number of blocks.
         block_size: number of tokens in a block.
-        window: number of tokens that a token attends to, itself included. When all tokens of a block have left the
-            window, the sequence uses the block for new tokens, unless other sequences share it. None: all tokens are
-            kept.
+        window: number of tokens that a token attends to, itself included; None for all earlier ones. When all tokens of
+            a block have left the window, the sequence uses the block for new tokens, unless other sequences share it.
     """
 
     def __init__(self, blocks: int, block_size: int, window: int | None = None) -> None:
@@ -132,16 +128,16 @@ class BlockTable:
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a sequence of `tokens` tokens has at the same time.
 
-        A window limits the blocks to those that it takes and one more, as the window may begin within a block.
+        With a window, these are at most the blocks that the window fills and one more, as it may begin within a block.
         """
         blocks = self.blocks_for(tokens)
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
 
     def grow(self, sequences: Sequence[int], new: Sequence[int]) -> list[Growth]:
-        """Lengthen sequences: sequences[i] by new[i] tokens, for which the sequence takes blocks.
+        """Lengthen each sequence `sequences[i]` by `new[i]` tokens, and give it blocks for these tokens.
 
         Returns:
-            for each sequence its growth, in the same order.
+            the growth of each sequence, in the same order.
 
         Raises:
             OutOfBlocks: there are not enough free blocks; no sequence has grown.
@@ -163,11 +159,13 @@ class BlockTable:
         return Held(state.first, state.blocks[: self.blocks_for(max(0, state.length - state.first))])
 
     def _leave(self, states: Iterable[SequenceBlocks], positions: Iterable[int]) -> None:
-        """Take from each sequence the blocks whose tokens have all left the window.
+        """Remove from the front of each sequence the blocks whose tokens have all left the window.
 
-        Such a block goes to the end of the sequence's blocks, to be used again; a block that others share is released.
+        They are added to the end of the sequence's blocks, to be used again; blocks that others share are released.
 
-        positions: for each sequence the position of the next token, which the window ends with.
+        Args:
+            states: the sequences.
+            positions: for each sequence, the position of its next token, which is the last one in the window.
         """
         if self._window is None:
             return
@@ -231,7 +229,7 @@ class BlockTable:
     def _copied(self, partly_filled: Sequence[tuple[int, SequenceBlocks]]) -> list[BlockCopy]:
         """Give each sequence a block of its own for the tokens of a partly filled block; returns the copies to make.
 
-        partly_filled: pairs of the number of the partly filled block and the sequence.
+        partly_filled: pairs of the number of a partly filled block, and the sequence that gets a copy of it.
         """
         self._free.require(len(partly_filled))
         for _, state in partly_filled:
@@ -277,7 +275,7 @@ class _FreeBlocks:
         self._further_users.update(blocks)
 
     def release(self, blocks: list[int]) -> list[int]:
-        """Remove one user from each of these blocks that has several; returns the blocks that have only one user."""
+        """Remove one user from each block that has several users; returns the blocks that had only one user."""
         shared = {block for block in blocks if self._further_users[block]}
         self._further_users.subtract(shared)
         return [block for block in blocks if block not in shared]

@@ -1,4 +1,4 @@
-"""Captured kernels: a bound kernel whose calls repeat is captured as a CUDA graph, which later calls replay.
+"""Captured kernels: if the calls of a bound kernel repeat, one is captured as a CUDA graph, which later ones replay.
 
 A graph contains the addresses and numbers of the call that was captured, so it can replace only calls with the same
 addresses and numbers. Numbers that differ from step to step, such as the lengths of sequences, are therefore in the
@@ -23,7 +23,7 @@ WARM_CALLS = 2
 """Equal calls that run before one is captured: they load kernels, and allocate memory that later calls reuse."""
 
 SEQUENCES = (tuple, list)
-"""The types of arguments that contain tensors; tested in each call, in which `tuple | list` would be made anew."""
+"""The types of arguments that contain tensors; a constant, as each evaluation of `tuple | list` makes a new object."""
 
 _log = Log(__name__)
 
@@ -32,7 +32,7 @@ class Graphs:
     """The CUDA graphs of a device, which share a pool of memory for what their kernels allocate.
 
     Args:
-        most: the largest number of graphs at a time; further calls are launched kernel by kernel.
+        most: the largest number of graphs at a time; calls without a graph are launched kernel by kernel.
 
     Attributes:
         count: number of calls that were captured so far.
@@ -46,9 +46,9 @@ class Graphs:
         self._module: Any = torch.get_device_module(device)
         self._pool: Any = None
         self._stream: Any = None
-        """The stream for captures, since other threads use the streams that calls run on."""
+        """The stream for captures; other threads use the streams that calls run on."""
         self._first: Any = None
-        """The first graph, kept alive because torch shares memory among graphs only while one of them is left."""
+        """The first graph, kept because torch shares memory among graphs only as long as one of them exists."""
         self._ways: list[str] = []
         self.count = 0
         self.refusal = ""
@@ -57,7 +57,7 @@ class Graphs:
     def used(self) -> Mapping[str, Sequence[str]]:
         """The ways in which calls were repeated, for reports: {"replay": ways}; empty if no call was captured.
 
-        After a failed capture the only way is a sentence with the reason.
+        After a failed capture, a sentence with the reason is in place of the ways.
         """
         if self.refusal:
             return {"replay": [f"launches, as a capture failed: {self.refusal}"]}
@@ -106,10 +106,10 @@ class Graphs:
 
 
 class Captured:
-    """A bound kernel that runs another one, and replays a CUDA graph instead once calls with equal arguments repeat.
+    """A bound kernel that calls another one, and replays a CUDA graph instead once calls with equal arguments repeat.
 
-    The first calls with certain arguments call `run`; then a call with the same arguments is captured, and later ones
-    replay the graph. If arguments change after few replays, the next capture waits for twice as many equal calls.
+    The first few calls with the same arguments call `run`; then such a call is captured, and later ones replay its
+    graph. If the arguments change after few replays, the next capture waits for twice as many equal calls.
 
     Args:
         run: the bound kernel.
@@ -154,7 +154,7 @@ class Captured:
     def _begin(self, identity: list[Any]) -> None:
         """Begin to count calls with new arguments from 0, and drop the graph for earlier arguments, if there is one.
 
-        identity: the new arguments as by `identities`.
+        identity: the new arguments, in the form that `identities` returns.
         """
         if self._graph is not None:
             self._graphs.drop(self)
@@ -177,7 +177,7 @@ class Captured:
 def repeated(arguments: Sequence[Any], before: Sequence[Any]) -> bool:
     """Test whether a graph of a call with the arguments `before` can be replayed for a call with `arguments`.
 
-    That is so if their `identities` are equal. The test is fast for arguments that are the same objects, as most are.
+    It can if the `identities` of both are equal. Most arguments are the same objects, for which the test is fast.
     """
     if len(arguments) != len(before):
         return False
@@ -192,9 +192,9 @@ def repeated(arguments: Sequence[Any], before: Sequence[Any]) -> bool:
 
 
 def identities(arguments: Iterable[Any]) -> list[Any]:
-    """Convert a call's arguments to a list that is equal for calls that can replay one graph.
+    """Convert a call's arguments to a list; calls with equal lists can replay the same graph.
 
-    The list has the address of each tensor, also of those in nested sequences, and all other arguments as they are.
+    The list has the addresses of all tensors, also of those in nested sequences, and all other arguments as they are.
     """
     found: list[Any] = []
     for each in arguments:

@@ -34,7 +34,7 @@ class Compute:
     Attributes:
         accelerator: torch device of the accelerator's tensors.
         dtype: dtype of weights and hidden states.
-        core_plan: how many of the host's cores kernels, copies, and the issuing of tasks get.
+        core_plan: numbers of the host's cores for kernels, for copies, and for issuing tasks.
         use_cores_for: a function that sets torch's number of cores for a matrix product, given the number of rows and
             the number of entries of the matrix.
         kernels: chooses and keeps the kernel of each operation.

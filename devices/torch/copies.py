@@ -1,6 +1,6 @@
 """Copies of integers from the host to an accelerator, through a ring of page-locked memory.
 
-Ordinary memory would not do: a copy from it blocks the calling thread until the stream has reached the copy.
+Ordinary memory is not used: a copy from it blocks the calling thread until the stream has reached the copy.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
 class NumberRing:
     """Copies integers to an accelerator through page-locked memory in two halves, which are filled in turn.
 
-    A half is filled again only after the copies from it have ended. All copies must be on one stream at a time. The
-    memory is allocated at the first use.
+    A half is filled again only after the copies from it have ended. At any time, all copies must be on the same stream.
+    The memory is allocated at the first use.
 
     Args:
+        device: the accelerator's torch device.
         numbers: number of integers in a half.
     """
 
@@ -39,10 +40,10 @@ class NumberRing:
         self._device = device
         self._most = numbers
         self._halves: deque[Tensor] = deque()
-        """The half that is being filled, then the other one."""
+        """The two halves: first the one that is being filled."""
         self._filled = 0
         self._other_copied: Any = None
-        """The event that happens after the copies from the other half; None while there are no such copies."""
+        """The event that happens once the copies from the other half have ended; None before there are such copies."""
 
     def indices(self, numbers: Sequence[int]) -> Tensor:
         """Make an int64 tensor of these integers on the accelerator, by asynchronous copies on the current stream."""
@@ -58,7 +59,7 @@ class NumberRing:
             flat[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)
 
     def _held(self, numbers: Sequence[int]) -> Tensor:
-        """Write integers to the half of the ring that is being filled; returns the tensor of these integers."""
+        """Write integers to the half of the ring that is being filled; returns the part that has these integers."""
         if not self._halves:
             nbytes = 2 * self._most * NUMBER_BYTES
             memory = locked_if_possible(nbytes, self._device, "memory for indices")

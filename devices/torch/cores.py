@@ -8,13 +8,13 @@ from ..products.team import use_cores
 
 ONE_CORE_BYTES = 8 << 20
 ONE_CORE_PRODUCTS = 1 << 26
-"""Most bytes of weights, and most multiplications, of a product that one core finishes before others could start."""
+"""Most bytes of weights, and most multiplications, of a product that one core ends before others would start."""
 
 
 class Cores:
     """Chooses the number of cores for a matrix product by the product's shape alone.
 
-    The last bits of a product in float32 may depend on the number of cores.
+    So equal products have the same bits: the last bits of a product in float32 may depend on the number of cores.
     """
 
     def __init__(self, cores: int, dtype: torch.dtype) -> None:

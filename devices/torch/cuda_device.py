@@ -35,14 +35,14 @@ ASSUMED_STAGING_BANDWIDTH = 1e10
 
 
 class CudaDevice(TorchDevice):
-    """Runs batches of one model on a CUDA GPU and the host: copies between the two run on streams of their own.
+    """Runs batches of one model on a CUDA GPU and the host; copies between the two have streams of their own.
 
-    The host's memory has the weights that do not stay on the GPU, and the host computes attention or experts where the
-    policy says so.
+    The host's memory has the weights that do not stay on the GPU. The host computes attention or experts if the policy
+    says so.
 
     Args:
-        threads: threads for attention and experts on the host; None takes one for each core that is not needed to issue
-            tasks and wait for them (`divided_cores`).
+        threads: number of threads for attention and experts on the host; None for one on each core that is not needed
+            to issue tasks and wait for them (`divided_cores`).
         triton: whether the kernels in Triton are tried before all others but `own_kernels`.
         keep_logits: whether `logits` keeps the logits of all steps.
         direct: whether to bypass the page cache when reading files, where the system allows that.
@@ -109,7 +109,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """Return the dtype to compute in: the model's own, but float16 in place of bfloat16 on a GPU without bfloat16.
+        """Return the dtype to compute in: the model's own; for bfloat16 on a GPU that has none, float16.
 
         own: name of the model's dtype.
 
@@ -121,9 +121,10 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """Return this machine's profile: `host` with its first GPU added, whose memory is limited to what is free now.
+        """Return this machine's profile: `host` with the first GPU added.
 
-        The rates are measured ones if this GPU was calibrated, and assumed ones otherwise.
+        The GPU's memory counts only as far as it is free now. Its rates are measured ones if this GPU was calibrated,
+        and assumed ones otherwise.
         """
         require_cuda()
         gpu = torch.cuda.get_device_properties(0)
@@ -176,7 +177,7 @@ class CudaDevice(TorchDevice):
 
 
 def dtype_on(capability: tuple[int, int], own: str) -> str:
-    """Return the dtype to compute in on a GPU: float16 if the GPU is too old for bfloat16, else the model's own.
+    """Return the dtype to compute in on a GPU: the model's own; for bfloat16 on a GPU too old for it, float16.
 
     Args:
         capability: the GPU's compute capability, major and minor.
@@ -233,7 +234,7 @@ def refusal(cuda: CudaFacts) -> str | None:
 
 
 def kernels_in_triton() -> Sequence[Row]:
-    """Register the Triton kernels' launches as torch operators; returns the kernels' classes for the kernel table.
+    """Register the launches of Triton kernels as torch operators; returns the kernels' classes for the kernel table.
 
     Raises:
         BadInput: Triton is not installed, or the GPU is too old for Triton.

@@ -1,7 +1,8 @@
 """Tasks on CUDA streams: each lane has a stream, and an event lets a task wait for a task of another lane.
 
-Memory needs no `record_stream`: torch reuses a tensor's bytes on the stream that allocated it. The tensor is dropped by
-a task of that stream: the last that uses it, or the one that overwrites its block after waiting for all its users.
+Tensors need no `record_stream`. Torch reuses the memory of a dropped tensor on the stream that allocated it, and a task
+of that same stream drops the tensor: either the last task that uses it, or the task that overwrites its block of data,
+after waiting for all users.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CudaStreams:
         self._streams = {name: self._module.Stream(device) for name in lanes}
         self._execute = execute
         self._issued: dict[str, dict[int, CudaTask]] = {name: {} for name in self._streams}
-        """The tasks whose times were not read yet, by lane and number, in the order of issue."""
+        """The tasks whose times were not read yet, by lane and id, in the order of issue."""
         self._unused: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         """Pairs of events for the start and the end of a task."""
         self._lock = threading.Lock()
@@ -60,8 +61,8 @@ class CudaStreams:
     def run(self, task: Task) -> Any:
         """Run a task of a lane that has no stream, and wait for the task's end; returns its value.
 
-        The task runs on the stream of the accelerator's lane, so that memory which it allocates belongs to that stream,
-        like the tasks that free the memory.
+        The task runs on the stream of the accelerator's lane. So memory that it allocates belongs to that stream, as do
+        the tasks that free the memory.
         """
         return self.complete(partial(self._execute, task))
 
@@ -78,9 +79,9 @@ class CudaStreams:
         return settled(value)
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
-        """Enqueue a task on its lane's stream; its kernels wait until the tasks `after` on other streams have ended.
+        """Enqueue a task on its lane's stream; the task's kernels wait for the ends of the tasks `after`.
 
-        The stream stays the calling thread's current one.
+        The lane's stream stays the calling thread's current one.
         """
         lane = task.lane.name
         stream = self._streams[lane]
@@ -100,9 +101,9 @@ class CudaStreams:
         return issued
 
     def _choose(self, stream: torch.cuda.Stream) -> None:
-        """Make a stream the calling thread's current one, until the thread issues to another.
+        """Make a stream the calling thread's current one, until the thread issues to another stream.
 
-        A lane has a thread of its own, so that this happens once. A context for each task takes as long as a launch.
+        As a lane has a thread of its own, this happens once. A context for each task would take as long as a launch.
         """
         if getattr(self._here, "stream", None) is not stream:
             self._module.set_stream(stream)
@@ -127,10 +128,14 @@ class CudaStreams:
     ) -> int:
         """Return the time of an event of a task on the host's clock, in nanoseconds.
 
-        The time is adjusted so that it is not later than `now`, and not earlier than the issue of any task that had
-        started before the event: of the event's own task, or of a task of another lane.
+        The time is adjusted so that it is not later than `now`, and not earlier than the issue of this task, or of any
+        task of another lane that had started before the event.
 
-        others: the tasks of each other lane that has any, in the order of issue.
+        Args:
+            issued: the task.
+            event: the start or the end of the task.
+            others: the tasks of each other lane that has any, in the order of issue.
+            now: the present time on the host's clock.
         """
         clock = self._clock
         device = clock.on_device(event, issued.zero)

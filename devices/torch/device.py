@@ -71,12 +71,12 @@ class TorchDevice(ChoosesDtype):
     where oneDNN computes faster with weights in its own order, they are packed that way.
 
     Args:
-        accelerator: torch's name of the accelerator, such as "cuda". With "cpu", a plan for a machine with two memories
-            has both in the host's memory.
+        accelerator: torch's name of the accelerator, such as "cuda". With "cpu", both memories of a plan for a machine
+            with two memories are in the host's memory.
         keep_logits: whether to append the sequences and the logits (sequences, vocabulary) of each step of a
             micro-batch to `logits`.
-        direct: whether to bypass the page cache when reading files, where the system allows that. With False, kernels
-            on the CPU use streamed pages in the page cache itself if the files allow that, and otherwise a copy.
+        direct: whether to bypass the page cache when reading files, where the system allows that. If False, kernels on
+            the CPU read streamed pages in the page cache itself if the files allow that, and otherwise a copy.
         kernel: the kernels on the CPU that multiply few rows by bfloat16 weights: "auto" for the native ones with the
             best instruction set of this machine, the name of another instruction set, or "torch".
         map_files: whether a GPU copies streamed weights directly from the page cache where that is possible.
@@ -141,7 +141,7 @@ class TorchDevice(ChoosesDtype):
             )
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether each row's results are bit for bit the same whatever the other rows are, in decode steps.
+        """Test whether, in decode steps, each row's results have the same bits whatever the other rows are.
 
         rows: the largest number of rows of a micro-batch in such a step.
         """
@@ -205,8 +205,8 @@ class TorchDevice(ChoosesDtype):
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Make this device one of several that run a model together, and exchange data over a transport.
 
-        If the model was cut, each device is a rank with a share of every matrix; otherwise each is a node with the
-        experts that a batch's plan gives it.
+        If the model was cut over ranks, each device is a rank with a share of every matrix; otherwise each is a node
+        with the experts that a batch's plan places on it.
 
         Args:
             rank: this device's number, from 0.
@@ -214,7 +214,7 @@ class TorchDevice(ChoosesDtype):
             first: not used by this device.
 
         Raises:
-            BadInput: the model was cut, and has parts that a rank does not compute.
+            BadInput: the model was cut over ranks, and has parts that a rank does not compute.
         """
         if self.layout.config.ranks > 1:
             require_plain_layers(self.layout.config, "one of several ranks")
@@ -226,7 +226,7 @@ class TorchDevice(ChoosesDtype):
         self._observers.routing = observer
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Report the experts' activations after SiLU to an observer; most kernels have to compute these once more."""
+        """Report the experts' activations after SiLU to an observer; for most kernels, these are computed once more."""
         self._observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -273,7 +273,7 @@ class TorchDevice(ChoosesDtype):
         self._observers.first_request = plan.batch.first_request
 
     def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
-        """Make the functions that run the plan's tasks, and warm up a GPU for sizes that are new."""
+        """Make the functions that run the plan's tasks, and warm up a GPU if the plan's sizes are new to it."""
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
         if self._compute.replays is not None:
@@ -334,5 +334,5 @@ class TorchDevice(ChoosesDtype):
 
 
 def listed(kernels: str | type | Sequence[str | type]) -> Sequence[str | type]:
-    """Return a list of a single kernel; a sequence of kernels is returned unchanged."""
+    """Return kernels as a sequence: a single kernel becomes a list, a sequence is returned unchanged."""
     return [kernels] if isinstance(kernels, str | type) else kernels

@@ -1,4 +1,4 @@
-"""Memory on the accelerator for the keys and values of prompts in several chunks whose KV cache is on the host."""
+"""Memory on the accelerator for keys and values of prompts whose KV cache is on the host, kept from chunk to chunk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .compute import Compute
 
 
 class DeviceKV:
-    """Keeps keys and values of prompts on the accelerator, of one layer at a time, while their KV cache is on the host.
+    """Keeps one layer's keys and values of prompts on the accelerator, for prompts whose KV cache is on the host.
 
     Each sequence begins at the start of a block, as in the cache, so that results have the same bits.
 
@@ -60,12 +60,12 @@ class DeviceKV:
 
 
 def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute) -> dict[int, DeviceKV]:
-    """Make the memory that keeps keys and values between chunks of prompts whose KV cache is on the host.
+    """Make the memory that keeps keys and values from chunk to chunk, for prompts whose KV cache is on the host.
 
     Each micro-batch whose prompts are in several chunks has one such memory, which its chunks share.
 
     Args:
-        states: the state of each micro-batch of decode steps, by its number.
+        states: the states of whole micro-batches, by number.
 
     Returns:
         the memory of each chunk, by the chunk's number.

@@ -1,8 +1,8 @@
-"""The host's memory for rows that a micro-batch copies to or from the accelerator; page-locked where that is a GPU.
+"""The host's memory for rows that a micro-batch copies to or from the accelerator, page-locked if that is a GPU.
 
-Each micro-batch has memory of its own for its decode steps, allocated once. A task of the next layer overwrites it, and
-waits until all tasks that read this layer's rows have ended. Prompts have many more rows, and only once: their memory
-comes from torch and is given back after the layer.
+Each micro-batch has memory of its own for its decode steps, allocated once. A task of the next layer overwrites it
+after all tasks that read this layer's rows have ended. Prompts have many more rows, but are computed only once: their
+memory comes from torch and is given back after the layer.
 
 Shapes in names: T tokens, D hidden size, H heads, K key-value heads, d head size, n rows of experts.
 """
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, rounded up to whole cache lines, since the last bits of products depend on alignment."""
+        """Bytes of the tensor in whole cache lines; the last bits of products depend on the alignment of tensors."""
         nbytes = math.prod(self.size) * self.dtype.itemsize
         return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
@@ -45,7 +45,7 @@ class AttentionRows:
     Attributes:
         qkv: queries (T, H, d), keys and values (T, K, d).
         attended_TX: attention's output (T, H * d).
-        memory: contains `attended_TX` as the tensor "attended", and keeps kernels that are bound to that tensor.
+        memory: has `attended_TX` under the name "attended", and keeps the kernels that are bound to this tensor.
     """
 
     def __init__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attended_TX: Tensor) -> None:
@@ -94,14 +94,24 @@ class ExchangeRows:
         self._routed = {number: RoutedRows(*(next(tensors) for _ in range(4))) for number in routed}
 
     def attention(self, micro_batch: int, tokens: int) -> AttentionRows:
-        """Return memory for attention on the host of `tokens` tokens; micro_batch: the micro-batch's number."""
+        """Return memory for attention on the host.
+
+        Args:
+            micro_batch: number of the micro-batch.
+            tokens: number of tokens that attend.
+        """
         own = self._attention.get(micro_batch)
         if own is not None and len(own.attended_TX) == tokens:
             return own
         return AttentionRows(*map(self._allocate, self._shapes.attention(tokens)))
 
     def routed(self, micro_batch: int, tokens: int) -> RoutedRows:
-        """Return memory for experts on the host that compute `tokens` tokens; micro_batch: the micro-batch's number."""
+        """Return memory for experts on the host.
+
+        Args:
+            micro_batch: number of the micro-batch.
+            tokens: number of tokens that the experts compute.
+        """
         own = self._routed.get(micro_batch)
         if own is not None and len(own.x_TD) == tokens:
             return own
@@ -137,7 +147,7 @@ class _Shapes:
 
 
 def _cut(memory: Tensor, shapes: Iterable[Shape]) -> Iterator[Tensor]:
-    """Yield a tensor of each of these shapes, one after the other in `memory`, which is uint8."""
+    """Yield a tensor for each shape; the tensors follow each other in `memory`, which is uint8."""
     start = 0
     for shape in shapes:
         yield typed_view(memory, start, shape.size, shape.dtype)

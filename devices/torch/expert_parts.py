@@ -1,4 +1,4 @@
-"""Runs one expert on rows of several micro-batches, with the same bits as for each micro-batch alone."""
+"""Runs an expert on rows of several micro-batches; results have the same bits as for each micro-batch alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExpertPart(NamedTuple):
 
     @property
     def input(self) -> Tensor:
-        """The input rows of the expert: all that the micro-batch has, of which the task may compute only some."""
+        """All input rows that the micro-batch has for the expert; the task may compute only some of them."""
         return self.x_nD[self.rows.start : self.rows.stop]
 
 
@@ -46,8 +46,8 @@ def tiles_of(rows: range, wanted: range) -> Iterator[tuple[slice, slice | None]]
         wanted: the part of `rows` whose outputs are needed.
 
     Returns:
-        pairs of a tile, as a slice of all rows, and the slice of its wanted rows within the tile; None if all are
-        wanted.
+        pairs of two slices: the tile among the rows of all experts, and within the tile its wanted rows, which is None
+        if all rows of the tile are wanted.
     """
     for start in rows[::EXPERT_TILE]:
         stop = min(start + EXPERT_TILE, rows.stop)
@@ -84,8 +84,8 @@ class ExpertRunner:
     def apply(self, parts: Sequence[ExpertPart], expert: int | None, weights: Weights) -> None:
         """Run an expert on rows of one or several micro-batches, and write the outputs to each part's `y_nD`.
 
-        Each micro-batch's outputs have the same bits as if the expert ran on this micro-batch alone. A kernel whose
-        rows are independent computes several parts in one call, which reads the weights once.
+        Each micro-batch's outputs have the same bits as if the expert ran on this micro-batch alone. If no row's result
+        depends on other rows, a kernel computes several parts in one call, which reads the weights once.
 
         Args:
             parts: the rows of each micro-batch.
@@ -142,11 +142,11 @@ class ExpertRunner:
     def _groups(
         self, parts: Sequence[ExpertPart], expert: int | None, weights: Weights
     ) -> Iterator[list[ExpertPart]]:
-        """Yield groups of neighbouring parts that one call computes with the same bits as a call for each part.
+        """Yield groups of neighbouring parts for which one call gives the same bits as a call for each part.
 
         Args:
-            expert: None for the shared expert.
-            weights: the layer's.
+            expert: the expert's number; None for the shared expert.
+            weights: the weights of the layer.
         """
         group: list[ExpertPart] = []
         for part in parts:

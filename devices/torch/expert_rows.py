@@ -1,4 +1,4 @@
-"""The input and output rows of a layer's experts on torch, one for each pair of token and chosen expert."""
+"""The input and output rows of a layer's experts on torch: one for each pair of a token and one of its experts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .expert_parts import ExpertPart
 
 
 class HostRows:
-    """The input and output rows of a micro-batch's experts, one for each pair of token and expert, on the host.
+    """The rows of a micro-batch's experts on the host, input and output: one for each pair of a token and an expert.
 
     Args:
-        exchanged: memory for the rows, with the experts' input of each token and the index of each row's token.
+        exchanged: memory for the rows, which has the experts' input of each token and the index of each row's token.
 
     Attributes:
-        y_nD: the output rows, n for all experts together.
+        y_nD: the n output rows of all experts together.
     """
 
     def __init__(self, exchanged: RoutedRows) -> None:
@@ -31,22 +31,24 @@ class HostRows:
 
     @cached_property
     def x_nD(self) -> Tensor:
-        """The input rows of all experts, which are copied from the tokens' rows at the first use."""
+        """The input rows of all experts, copied from the tokens' rows when this is first read."""
         rows = self._exchanged
         return torch.index_select(rows.x_TD, 0, rows.tokens_n, out=rows.x_nD)
 
 
 class ExpertRows:
-    """The rows of a micro-batch in one layer, sorted by expert: one for each pair of a token and an expert it chose.
+    """The rows of a micro-batch in one layer, sorted by expert: one for each pair of a token and one of its experts.
 
     Args:
         x_TD: the experts' input, a row for each token.
-        experts_Tk, weights_Tk: the experts of each token, and their weights.
-        network: the layer's description. If it has a shared expert, the shared expert's outputs are the last ones.
+        experts_Tk: the experts of each token.
+        weights_Tk: the router's weights of these experts.
+        network: the layer's description. If it has a shared expert, the shared expert's outputs follow all others.
 
     Attributes:
-        order: has `tokens_n`, the token of each row, and `rows_Tk`, the row of each token's experts.
-        x_nD, y_nD: the input and output rows of the experts that tokens chose.
+        order: has `tokens_n`, the index of each row's token, and `rows_Tk`, the index of the row of each of a token's
+            experts.
+        x_nD, y_nD: the input and output rows of the experts that the router chose.
         shared: the rows of the shared expert; None if there is none.
         on_host: the rows in the host's memory; None if none were copied there.
     """
@@ -74,8 +76,8 @@ class ExpertRows:
             shared: False to leave the shared expert out.
 
         Returns:
-            the output rows (n, D); the row of each of a token's experts (T, k); and the weights of each token's experts
-            (T, k).
+            three tensors: the output rows of all experts (rows, hidden size); for each token, the index of the row of
+            each of its k experts (tokens, k); and the weights of each token's experts (tokens, k).
         """
         rows_Tk, weights_Tk = self.order.rows_Tk, self.weights_Tk
         if shared and self.shared is not None:

@@ -56,12 +56,16 @@ class TorchExperts:
         self._observers = observers
 
     def group(self, task: Task, routed: RouterOutput, read: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Sort a micro-batch's rows by expert, and keep them in the micro-batch's state; returns the task's value.
+        """Sort a micro-batch's rows by expert, and keep them in the micro-batch's state.
 
         Args:
-            routed: the router's result.
-            read: makes the value from `routed.experts_Tk` and `tensors`, all on the host: the number of rows of each
-                expert that has any.
+            routed: the router's result for the micro-batch's tokens.
+            read: a function that makes the task's value: the number of rows of each expert that has any. Its arguments
+                are numpy arrays: the experts of each token, and then `tensors`.
+            tensors: further results of the router, such as its scores.
+
+        Returns:
+            the task's value, in the form that `Library.value` returns.
         """
         network = self._config.layer(task.layer).feed_forward
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk, network)
@@ -69,7 +73,10 @@ class TorchExperts:
         return self._library.value(task, partial(_counting, rows, read), routed.experts_Tk, *tensors)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Return the router's probability of each expert (E), float32, averaged over the tokens."""
+        """Return the probability that the router gives each of E experts, averaged over the tokens: (E), float32.
+
+        logits_TE: the router's logits for T tokens.
+        """
         return expert_functions.scores(logits_TE)
 
     def before_preview(self, task: Task) -> None:
@@ -116,8 +123,8 @@ class TorchExperts:
         A micro-batch's results have the same bits as if the task were for this micro-batch alone.
 
         Returns:
-            the task's value: None; where activations are observed, a value that reports them to the observer when it is
-            read.
+            the task's value: None. If activations are observed, it is in the form that `Library.value` returns, and
+            reading it reports the activations to the observer.
         """
         weights = self._weights(task.operands)
         parts: list[ExpertPart] = [
@@ -131,7 +138,7 @@ class TorchExperts:
         return None
 
     def _reader(self, layer: int) -> Callable[..., None]:
-        """Return a function that reports a layer's activations, given as arrays on the host, to the observer."""
+        """Return a function that reports a layer's activations, its arguments, to the observer; they are numpy arrays."""
 
         def read(*activated: npt.NDArray[Any]) -> None:
             self._observers.activated(layer, (values_nI.copy() for values_nI in activated))
@@ -148,18 +155,19 @@ class TorchExperts:
         """Test whether an expert runs on one core beside other experts; False if its kernel has threads of its own.
 
         Args:
+            weights: the weights of the layer.
             rows: the expert's number of rows.
-            weights: the layer's.
         """
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
 
 
 def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays: Any) -> Mapping[int, int]:
-    """Call `read` for the number of rows of each expert; returns these numbers, which are also set in `rows`.
+    """Count the rows of each expert with `read`, and store the numbers in `rows`; returns the numbers.
 
     Args:
         rows: the rows of the micro-batch, sorted by expert.
-        read: computes the numbers from `arrays`, the router's results on the host.
+        read: computes the numbers from `arrays`.
+        arrays: the router's results on the host.
     """
     counts = read(*arrays)
     rows.count(counts)
@@ -170,7 +178,7 @@ def activations(parts: Iterable[ExpertPart], expert: int, weights: Weights) -> l
     """Compute an expert's activations SiLU(gate x) on the wanted rows of each part, for an observer.
 
     Returns:
-        a tensor float32 (n, I) for each tile of rows; I is the width of the expert's gate matrix.
+        a float32 tensor (rows, inner size of the expert) for each tile of rows.
     """
     found = []
     for part in parts:

@@ -11,7 +11,7 @@ from moesched.errors import MoeschedError
 
 
 class FileLease:
-    """A lease on a file that this process only reads: it delays other processes that want to write to the file.
+    """A lease on a file that this process only reads. It delays other processes that want to write to the file.
 
     A process that opens the file for writing or truncates it waits until the lease is given up, or at most the seconds
     in /proc/sys/fs/lease-break-time, 45 by default. Only the file's owner and privileged processes get a lease, on a

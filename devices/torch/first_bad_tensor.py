@@ -26,14 +26,14 @@ from .expert_rows import ExpertRows
 from .prompt_views import prompt_views
 
 PlainBlocks = dict[str, list[Tensor]]
-"""Tensors by name, as row blocks; coded ones are decoded to the dtype of the computation."""
+"""Tensors by name, as row blocks; quantised ones are decoded to the dtype of the computation."""
 
 
 class FirstBadTensor:
     """Computes a micro-batch's step again, page by page from the files, to find the first tensor that is not finite.
 
-    Beside the activations, memory is needed for one expert or one layer's dense part. No KV cache is written to. In
-    tensor-parallel runs only the weights are checked.
+    This takes memory for the activations, and for one expert or one layer's dense part. No KV cache is written to. In
+    tensor-parallel runs, no step is computed: only the weights are checked.
 
     Args:
         accelerator: torch device that computes the step again.
@@ -50,11 +50,11 @@ class FirstBadTensor:
         self._fused = fused
 
     def name(self, state: MicroBatchState) -> str | None:
-        """Describe the first tensor in the order of computation that has a number which is not finite, with its layer.
+        """Describe the first tensor, in the order of computation, that has a number which is not finite.
 
-        None if all numbers of the step, computed again, are finite.
+        The result is None if all numbers are finite.
 
-        state: the micro-batch, or the chunk of a prompt; the earlier chunks of that prompt are checked first.
+        state: the state of the micro-batch, or of a chunk of prefill; earlier chunks are then checked first.
         """
         if self._config.ranks > 1:
             return describe_first_bad_weight(self._reader, self._layout)
@@ -66,9 +66,9 @@ class FirstBadTensor:
         yield from self._step(state)
 
     def _step(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
-        """Compute a micro-batch's step again; yields pairs of a description and a tensor, in the order of computation.
+        """Compute a micro-batch's step again; yields the tensors, weights included, in the order of computation.
 
-        The weights are among the tensors.
+        Each tensor is in a pair with its description.
         """
         config = self._config
         embedding = self._global("embedding")
@@ -120,10 +120,11 @@ class FirstBadTensor:
     def _experts(
         self, layer: int, network: FeedForward, experts_Tk: Tensor, rows: ExpertRows
     ) -> Iterator[tuple[str, Tensor]]:
-        """Run the experts that have rows; yields pairs of a description and a tensor: the experts' weights and outputs.
+        """Run the experts that have rows; yields their weights and outputs, each tensor in a pair with its description.
 
         Args:
-            layer, network: the layer's number and its description.
+            layer: number of the layer.
+            network: description of the layer's experts.
             experts_Tk: the experts of each token.
             rows: the experts' rows, which the outputs are written to.
         """
@@ -142,8 +143,8 @@ class FirstBadTensor:
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
         """Return views of copies of the keys and values that the step's tokens attend to.
 
-        Earlier tokens are copied from the layer's KV cache. New tokens' keys and values are the given ones, since a
-        cache on the host may not have them yet.
+        Those of earlier tokens are copied from the layer's KV cache. Those of the new tokens are `k_TKd` and `v_TKd`,
+        since a cache on the host may not have them yet.
         """
         views = []
         start = 0

@@ -1,7 +1,7 @@
 """Fixed decode steps: one CUDA graph launches a whole step ahead of its tasks, which find their results ready.
 
-The first task of a step launches all calls of the step before, in the expectation that the tasks repeat them. Each task
-compares its call with the call that was launched for it. If a task makes another call, the calls before it are
+The first task of a step launches all calls of the previous step, in the expectation that the tasks repeat them. Each
+task compares its call with the call that was launched for it. If the calls differ, the step's calls before this one are
 launched once more, one by one, and the step goes on task by task. That restores the results that the task needs: the
 calls read only numbers and a KV cache that no later call of the step changes.
 """
@@ -20,12 +20,12 @@ FIRST, OF_A_LAYER, LAST = "embed", ("attention_inputs", "attention", "moe_layer"
 
 
 class Call:
-    """A call of a bound kernel with certain arguments, in a step.
+    """A call that a step makes of a bound kernel, with its arguments.
 
     Args:
         operation: name of the operation that the kernel computes.
         run: the bound kernel.
-        alone: a wrapper of the same kernel that replays a graph of just this call.
+        alone: a wrapper of the same kernel, which replays a graph of just this call.
         arguments: the kernel's arguments.
     """
 
@@ -38,7 +38,7 @@ class Call:
         self._arguments = arguments
 
     def is_repeated(self, alone: Captured, arguments: tuple[Any, ...]) -> bool:
-        """Test whether a call by `alone` with `arguments` equals this one: the same kernel, addresses and numbers."""
+        """Test whether a call of `alone` with `arguments` has the kernel, the addresses and the numbers of this call."""
         return self._alone is alone and repeated(arguments, self._arguments)
 
     def launch(self) -> Any:
@@ -77,12 +77,12 @@ class FixedStep:
         self._results: Sequence[Any] = ()
         """The results of all calls that were launched ahead; empty if the step runs task by task."""
         self._asked = 0
-        """Number of the calls launched ahead that tasks have made by now."""
+        """Number of the calls launched ahead that tasks have asked for by now."""
 
     def call(self, operation: str, run: Bound, alone: Captured, arguments: tuple[Any, ...]) -> Any:
-        """Make the next call of this step; returns its result, which is ready if the step was launched ahead.
+        """Make the next call of this step, described as for `Call`; returns the call's result.
 
-        The arguments are those of `Call`.
+        If the step was launched ahead, the result is there already.
         """
         if operation == FIRST:
             self._begin(alone, arguments)
@@ -97,10 +97,9 @@ class FixedStep:
         return call.replay()
 
     def _begin(self, alone: Captured, arguments: tuple[Any, ...]) -> None:
-        """Begin a step with its first call, given as for `Call`.
+        """Begin a step with its first call, described as for `Call`.
 
-        All calls of the step before are launched ahead in one graph, if that step was complete and began with an equal
-        call.
+        If the previous step was complete and began with an equal call, all its calls are launched ahead in one graph.
         """
         self._asked = 0
         if self._is_whole() and self._calls.made[0].is_repeated(alone, arguments):
@@ -111,7 +110,7 @@ class FixedStep:
     def _go_on_alone(self) -> None:
         """Stop using results that were launched ahead, and make the rest of the step's calls one by one.
 
-        If calls beyond those made so far were launched ahead, the calls made so far are launched again: the later ones
+        If more calls were launched ahead than tasks have asked for, those asked for are launched again: the later calls
         may have overwritten their results.
         """
         too_far = self._asked < len(self._results)
@@ -130,7 +129,7 @@ class FixedStep:
 
 
 class InStep:
-    """A bound kernel whose calls are made as a part of a micro-batch's decode step, which may have launched them ahead.
+    """A bound kernel whose calls are part of a micro-batch's decode step, which may have launched them ahead.
 
     Args:
         operation: name of the operation that the kernel computes.
@@ -148,12 +147,12 @@ class InStep:
 
 
 class Replays:
-    """Wraps bound kernels of one device so that their calls are replayed, each in a graph or a whole step in one graph.
+    """Wraps a device's bound kernels so that graphs replay their calls: a graph for each call, or one for a whole step.
 
     Attributes:
         graphs: the device's graphs.
-        layers: number of layers if whole decode steps are replayed, which is so where only the accelerator computes
-            them; otherwise 0.
+        layers: number of layers if whole decode steps are replayed; 0 if each call is. Whole steps are replayed only if
+            the accelerator alone computes them.
     """
 
     def __init__(self, graphs: Graphs) -> None:
