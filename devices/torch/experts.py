@@ -138,7 +138,7 @@ class TorchExperts:
         return None
 
     def _reader(self, layer: int) -> Callable[..., None]:
-        """Return a function that reports a layer's activations, its arguments, to the observer; they are numpy arrays."""
+        """Return a function that takes a layer's activations as numpy arrays, and reports them to the observer."""
 
         def read(*activated: npt.NDArray[Any]) -> None:
             self._observers.activated(layer, (values_nI.copy() for values_nI in activated))

@@ -38,7 +38,7 @@ class Call:
         self._arguments = arguments
 
     def is_repeated(self, alone: Captured, arguments: tuple[Any, ...]) -> bool:
-        """Test whether a call of `alone` with `arguments` has the kernel, the addresses and the numbers of this call."""
+        """Test whether a call of `alone` with `arguments` has the kernel, the addresses and the numbers of this one."""
         return self._alone is alone and repeated(arguments, self._arguments)
 
     def launch(self) -> Any:

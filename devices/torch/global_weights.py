@@ -20,7 +20,7 @@ class GlobalWeights(NamedTuple):
 
     Attributes:
         embedding: the embedding matrix.
-        head: the final norm, and the LM head in row blocks, one for each core that computes logits.
+        head: the weights of the final norm; and the LM head in row blocks, one for each core that computes logits.
     """
 
     embedding: Weights
@@ -32,8 +32,8 @@ def read_global_weights(
 ) -> GlobalWeights:
     """Read the weights outside the layers from the files to the accelerator.
 
-    The attention sinks of all layers are read, too, and given to the kernels, since attention kernels read no page.
-    Where the embedding is also the LM head, the head has only this rank's rows of the embedding.
+    Attention kernels read no pages, so they get the attention sinks of all layers here. If the embedding is also the
+    LM head, the head has only this rank's rows of the embedding.
 
     rank: number of this rank, from 0.
     """

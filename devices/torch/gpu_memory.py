@@ -15,7 +15,7 @@ from moesched.steps.plan import Plan
 from moesched.units import format_bytes
 
 WORKSPACE_BYTES = 512_000_000
-"""Bytes that plans leave to libraries and the allocator, in addition to a twentieth of the free bytes."""
+"""Bytes that plans leave to libraries and torch's allocator, in addition to a twentieth of the free bytes."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that set torch's allocator."""
@@ -39,7 +39,7 @@ def usable_bytes(free: int) -> int:
 
 
 def with_usable_memory(machine: Machine, free: int) -> Machine:
-    """Return a machine's profile in which the accelerator has as many bytes of memory as a plan may use now.
+    """Return a machine's profile in which the accelerator has only the bytes of memory that a plan may use now.
 
     free: bytes that are free on the GPU.
 
@@ -53,7 +53,7 @@ def with_usable_memory(machine: Machine, free: int) -> Machine:
 
 
 def require_room(plan: Plan, device: torch.device) -> None:
-    """Check that a GPU has the memory that a plan takes; memory that torch's allocator holds in reserve counts as free.
+    """Check that a GPU has the memory that a plan takes; memory that torch's allocator has reserved counts as free.
 
     Raises:
         OutOfMemory: the GPU has less memory than the plan takes.
@@ -69,6 +69,9 @@ def require_room(plan: Plan, device: torch.device) -> None:
 
 
 def let_segments_grow(environment: Mapping[str, str] = os.environ) -> None:
-    """Make torch's allocator use expandable segments, so without unusable gaps, unless `environment` configures it."""
+    """Let torch's allocator use expandable segments, which leave no unusable gaps, unless the user has configured it.
+
+    environment: the environment variables, by which users configure the allocator.
+    """
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

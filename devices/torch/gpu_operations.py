@@ -1,4 +1,4 @@
-"""The operations of an accelerator and of its host that calibration times, each alone and while others run."""
+"""The operations of an accelerator and its host that calibration times: each operation alone, and beside others."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ Call = Callable[[], object]
 SECONDS = 0.02
 """Seconds for which an operation is repeated."""
 LEAST, MOST = 3, 200
-"""Fewest and most repetitions."""
+"""Fewest and most repetitions of an operation."""
 LONGER = 3
-"""Factor by which operations that run beside a timed one are repeated for a longer time."""
+"""Operations beside a timed one are repeated for this many times as long as the timed one."""
 COLD_BYTES = 512 << 20
-"""Total bytes of the matrices or buffers that are used in turn, more than any cache holds."""
+"""Total bytes of the matrices or buffers that an operation uses in turn: more than any cache holds."""
 MOST_BUFFERS = 64
 
 
@@ -124,7 +124,7 @@ class GpuOperations:
         return (perf_counter() - start) / times
 
     def _repetitions(self, call: Call, seconds: float) -> int:
-        """Return a number of repetitions, from 3 to 200, with which a call is repeated for about `seconds`."""
+        """Return the number of times that a call runs in about `seconds` seconds; at least 3 and at most 200."""
         self._timed(call, 1)  # may prepare its kernel
         return min(MOST, max(LEAST, round(seconds / max(self._timed(call, 1), 1e-9))))
 
@@ -164,8 +164,8 @@ class GpuOperations:
         """Return an endless iterator over several equal matrices on the accelerator, too many for a cache.
 
         Args:
-            row_1D: a row.
-            outputs: number of rows of each matrix, all copies of `row_1D`.
+            row_1D: the row that all rows of the matrices are copies of.
+            outputs: number of rows of each matrix.
         """
         count = self._buffers(outputs * row_1D.nbytes)
         row_1D = row_1D.to(self._device)
@@ -188,9 +188,9 @@ class GpuOperations:
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
-        """Return buffers in one of the memories, which successive copies use in turn.
+        """Return buffers in one memory, which successive copies use in turn.
 
-        The host's buffers are page-locked if the GPU copies from or to them.
+        Buffers of the host are page-locked if the GPU copies from or to them.
 
         Args:
             memory: GPU, HOST or PINNED.

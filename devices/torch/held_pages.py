@@ -1,4 +1,4 @@
-"""Pages of weights that the host's memory holds, page-locked or not, for several batches."""
+"""Pages of weights that are held in the host's memory, page-locked or not, for several batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HeldPage(NamedTuple):
 
 
 class CannotHold(MoeschedError):
-    """An error: the system cannot hold pages in some way, such as page-locked; the message has reason and remedy."""
+    """An error: pages cannot be held in a certain way, such as page-locked; the message has the reason and a remedy."""
 
 
 class HeldPages:
@@ -41,7 +41,8 @@ class HeldPages:
 
     Args:
         threads: number of threads that read pages.
-        allocate: a function that returns a uint8 tensor of a number of bytes, at an address that is a multiple of 4096.
+        allocate: a function that takes a number of bytes, and returns a uint8 tensor with as many, at an address that
+            is a multiple of 4096.
         locked: whether the memory that `allocate` returns is page-locked, so that a GPU copies from it directly.
     """
 
@@ -55,7 +56,7 @@ class HeldPages:
         self._pages: dict[int, HeldPage] = {}
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Hold exactly these pages: free all others, and read those that are missing; after an error, no page is held.
+        """Hold these pages and no others: free the others, and read those that are missing. An error frees all pages.
 
         tell: is called with the progress of reading.
 
@@ -93,7 +94,7 @@ def read_page(
     """Read a page from the files into new memory; returns the memory, uint8.
 
     Args:
-        allocate: a function that returns a uint8 tensor of a number of bytes.
+        allocate: a function that takes a number of bytes, and returns a uint8 tensor with as many.
         cached: whether bytes that are in the page cache are read from there.
     """
     memory = allocate(reader.bytes_in_slot(page))

@@ -1,4 +1,4 @@
-"""The home of streamed weights: the host's memory, from which a GPU with a memory of its own copies pages."""
+"""The home of streamed weights: pages in the host's memory, from which they are copied to a GPU's own memory."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class HomePages:
         map_files: whether mapping files is tried.
 
     Attributes:
-        chosen: the way of the current batch, and the reasons why no faster way is used; None if the plan keeps no page
-            on the host.
+        chosen: the way in which the current batch's pages are held, and the reasons why no faster way is used; None if
+            the plan keeps no page on the host.
     """
 
     def __init__(self, reader: PageReader, compute: Compute, *, map_files: bool) -> None:
@@ -59,7 +59,7 @@ class HomePages:
 
     @property
     def bytes_mapped(self) -> int:
-        """Bytes of all pages that have been held in mapped files so far."""
+        """Bytes of all pages that were held in mapped files so far."""
         return self._mapped.bytes_mapped
 
     @property
@@ -68,7 +68,7 @@ class HomePages:
         return self.chosen is None or self.chosen.way != "ordinary memory"
 
     def get(self, page: Page) -> HeldPage | None:
-        """Return a page in the host's memory, to be read right after this call; None if the page is not held.
+        """Return a page in the host's memory, which has to be read right after this call; None if it is not held.
 
         Raises:
             MoeschedError: another process writes to the page's file.
@@ -122,7 +122,7 @@ class HomePages:
 
 
 def _unfit(way: str, plan: Plan) -> str:
-    """Return the reason why a way to hold pages does not suit a plan; empty if it does."""
+    """Return the reason why a plan cannot use a way to hold pages; empty if it can."""
     limit = plan.machine.roles.pinned
     if limit is not None and way != "ordinary memory":
         return f"the machine limits page-locked memory: it has the memory {limit}"
@@ -134,8 +134,8 @@ def _unfit(way: str, plan: Plan) -> str:
 def _at_home(plan: Plan) -> Sequence[Page]:
     """List the pages that a plan keeps in the host's memory.
 
-    These are the pages that the plan places there. If it places none: all pages not resident on the accelerator, if
-    weights are streamed from the host; otherwise the pages that are resident on the host.
+    A plan may name these pages itself. Otherwise, if weights are streamed from the host, they are all pages that are
+    not resident on the accelerator; if not, they are the pages that are resident on the host.
     """
     fast, host = plan.memory("accelerator"), plan.memory("host")
     if plan.weights.home is not None:

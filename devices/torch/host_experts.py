@@ -30,7 +30,7 @@ class HostExperts:
         weights: a function that returns the weights of a task, given the task's operands.
         exchanged: the host's memory for the rows.
         there: runs the experts that are computed on the accelerator.
-        observers: get the activations of experts, if anyone observes them.
+        observers: receive the activations of experts.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HostExperts:
         self._observers = observers
 
     def offload_routed(self, task: Task) -> None:
-        """Copy to the host the experts' input, one row for each token, and for each expert row its token's number."""
+        """Copy to the host the experts' input, a row for each token, and the index of the token of each expert row."""
         rows = self._states[task.micro_batch].rows
         if not len(rows.x_nD):  # the layer has no experts
             return
@@ -62,7 +62,10 @@ class HostExperts:
         rows.on_host = HostRows(on_host)
 
     def run_expert(self, task: Task) -> Any:
-        """Run an expert on its rows, on the host or the accelerator by the task's class; returns the task's value."""
+        """Run an expert on its rows: on the host if the task is a `HostKernel`, otherwise on the accelerator.
+
+        Returns the task's value, as `TorchExperts.run_expert` describes it; None on the host.
+        """
         if not isinstance(task, HostKernel):
             return self._there.run_expert(task)
         weights, parts = self._weights(task.operands), []
@@ -78,7 +81,7 @@ class HostExperts:
         return None
 
     def load_routed(self, task: Task) -> None:
-        """Copy the output rows of experts that ran on the host to the accelerator; adjacent rows take one copy."""
+        """Copy to the accelerator the output rows of experts that ran on the host; one copy takes all adjacent rows."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
         y_nD = rows.on_host.y_nD

@@ -62,7 +62,7 @@ class HostSide:
         self._there = attention
 
     def bring(self, task: PageTransfer) -> None:
-        """Copy a task's pages to its slots: from the slots that the task names, from host memory, or from the files."""
+        """Copy a task's pages to its slots: from other slots that it names, the host's memory, or the files."""
         store = self._store
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
@@ -79,23 +79,23 @@ class HostSide:
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
         """Return a page in the host's memory; None if the page is not there.
 
-        source: the slot of a pool on the host that has the page. If None, or a slot that has one page for the whole
-        run, the page is taken from the plan's home of weights.
+        source: the slot of a pool on the host that has the page. If this is None, or a slot that has the same page for
+            the whole run, the page comes from the plan's home of weights.
         """
         if source is None or source.fixed:
             return self._store.home.get(page)
         return HeldPage.whole(self._store.bytes(source), locked=self._accelerator.type != "cpu")
 
     def load_kv(self, task: Task) -> None:
-        """Copy cached keys and values of a task's micro-batch and layer from the host to a buffer of the accelerator.
+        """Copy cached keys and values of a task's micro-batch and layer from the host to a buffer on the accelerator.
 
-        The copies have room for each sequence's new token.
+        The buffer also has room for the new token of each sequence.
         """
         cached, step = self._states[task.micro_batch].cached(task.layer)
         self._loaded[task.operands] = LoadedKV(cached, step, self._kv_slots[task.operands])
 
     def attention(self, task: Task) -> None:
-        """Run attention on the accelerator, over a KV cache on the accelerator or over a cache on the host."""
+        """Run attention on the accelerator; the KV cache may be there or on the host."""
         if task.layer not in self._cached_here.get(task.micro_batch, ()):
             self._there.attention(task)
         elif task.operands is None:
@@ -104,14 +104,14 @@ class HostSide:
             self._attend_to_loaded(task)
 
     def _attend_to_loaded(self, task: Task) -> None:
-        """Attend in a decode step on the accelerator, to keys and values that `load_kv` copied and to new ones."""
+        """Attend on the accelerator in a decode step: to keys and values that `load_kv` copied, and to new ones."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Attend from prompts on the accelerator, to keys and values there, while the KV cache is on the host."""
+        """Attend on the accelerator from tokens of prompts, whose KV cache is on the host."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)
@@ -134,7 +134,7 @@ class HostSide:
             del state.qkv  # on CUDA the copy may not have happened yet
 
     def cpu_attention(self, task: Task) -> None:
-        """Run attention on the host, on the rows from `offload_qkv`; the output stays on the host for `load_hidden`."""
+        """Run attention on the host, on rows that `offload_qkv` copied; the output stays there for `load_hidden`."""
         state, rows = self._states[task.micro_batch], self._rows[task.micro_batch]
         attend = self._kernels.attention(task.layer, rows.memory, decodes=state.decodes, on_host=True)
         attended_TX = attend(rows.qkv, *state.cached(task.layer))
@@ -173,7 +173,10 @@ def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
-    """Return the layers whose KV cache is on the host, by the number of a micro-batch or of a prefill chunk."""
+    """Return the numbers of the layers whose KV cache is on the host, for each micro-batch and each chunk of prefill.
+
+    The keys are the numbers of the micro-batches and of the chunks.
+    """
     kv = plan.kv
     if not plan.nodes.attends:
         return {}

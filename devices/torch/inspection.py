@@ -21,9 +21,9 @@ from .locked_memory import locked_bytes
 from .registered_files import RegisteredFiles, spans_of
 
 SMALLEST_LARGE = (1 << 20) + 1
-"""Least bytes of a tensor that torch's allocator takes from a large segment."""
+"""Fewest bytes for which torch's allocator takes memory from a large segment."""
 LEAST_LOCKED = 1 << 20
-"""Least bytes that `lockable_bytes` tries to lock."""
+"""Fewest bytes that `lockable_bytes` tries to lock."""
 
 
 def caching_of(file: Path) -> Caching:
@@ -45,7 +45,7 @@ def kernel_facts() -> KernelFacts:
 def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
     """Return facts about CUDA, its driver and the GPUs that torch can use.
 
-    most_gpus: the largest number of GPUs to look at, since a look takes some of a GPU's memory; None for all.
+    most_gpus: the largest number of GPUs to inspect, as inspecting a GPU takes some of its memory; None for all.
     """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -83,7 +83,7 @@ def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
 
 
 def library_bytes(device: str = "cuda:0") -> int:
-    """Measure the bytes of a GPU that the first product on a new stream takes, mostly for cuBLAS's workspace."""
+    """Measure the GPU memory in bytes that the first product on a new stream takes, mostly as cuBLAS's workspace."""
     place = torch.device(device)
     module: Any = torch.get_device_module(place)
     before: int = module.memory_reserved(place)

@@ -1,4 +1,7 @@
-"""The KV cache: one arena cut into blocks of tokens, and the views of it that attention reads."""
+"""The KV cache: one arena cut into blocks of tokens, and the views of the arena that attention reads.
+
+Shapes in names and texts: T new tokens, K key-value heads, d head size.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,26 @@ Tensor = torch.Tensor
 
 
 class BlockedKV:
-    """A KV cache of layers that have the same attention window: an array (layers, 2, slots, K, d), the arena.
+    """A KV cache of layers that have the same attention window: one tensor, the arena.
 
-    Slots are grouped in blocks. A sequence may reserve the blocks for its final length when it is opened, which makes
-    them contiguous, so that its views need no copies; or it takes blocks as it grows. For a step that `extend`
-    returned, `append` and `views` may run at the same time as all other calls.
+    The arena has the shape (layers, 2, slots, K, d), with 2 for keys and values. Slots are grouped in blocks. When a
+    sequence is opened, it may reserve blocks for its final length; these are contiguous if possible, and then its views
+    need no copies. Otherwise it takes blocks as it grows. Once `extend` has returned a step, `append` and `views` for
+    this step may run at the same time as all other calls.
 
     Args:
         blocks: number of blocks.
         block_size: number of tokens in a block, each in one slot.
         layers: numbers of the layers; None for all.
         indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
-        allocate: a function that returns a uint8 tensor of a number of bytes, for the arena; None for torch's own
-            memory.
+        allocate: a function that takes a number of bytes, and returns a uint8 tensor with as many for the arena; None
+            for memory from torch.
         kernels: native kernels that write to a cache on the host; None if torch writes.
 
     Attributes:
         table: the blocks of each sequence.
         slots: the arena.
-        layers: the index in the arena of each of the cache's layers, by the layer's number.
+        layers: index of each layer of the cache in the arena, by the layer's number.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class BlockedKV:
         self.table.close(sequence)
 
     def extend(self, sequences: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Make room for new[i] more tokens of sequences[i]; returns a step with the new tokens and their slots.
+        """Make room for `new[i]` more tokens of each sequence `sequences[i]`; returns a step with their slots.
 
         Raises:
             OutOfBlocks: there are not enough free blocks; nothing has changed.
@@ -137,8 +141,8 @@ class BlockedKV:
 
         Args:
             layer: number of the layer.
-            keys_TKd, values_TKd: contiguous tensors on the host.
-            start: index of their first token among the new tokens that the cache keeps.
+            keys_TKd, values_TKd: the keys and values of these tokens: contiguous tensors on the host.
+            start: index of the first of these tokens among the new tokens that the cache keeps.
         """
         if self._kernels is not None:
             store(self._kernels, keys_TKd, values_TKd, self.layer(layer), step.slots, start)
@@ -149,11 +153,11 @@ class BlockedKV:
             half.index_copy_(0, slots_T, new_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
-        """Return a layer's cached keys and values of a step's sequences, new tokens included, in the sequences' order.
+        """Return a layer's keys and values of a step's sequences, new tokens included, in the order of the sequences.
 
-        The result has views of the arena where a sequence's blocks are contiguous, and copies elsewhere.
+        The result has views of the arena for sequences with contiguous blocks, and copies for others.
 
-        step: a step with `in_place` true, whose keys and values have been stored.
+        step: a step whose `in_place` is True, and whose keys and values have been stored.
         """
         return [self._view(self.slots[self.layers[layer]], part) for part in step.parts]
 
@@ -186,7 +190,8 @@ class CachedLayer:
     """One layer of a KV cache, in the form that attention kernels take.
 
     Attributes:
-        keys, values: the layer's part of the cache, with all slots (slots, K, d).
+        layer: number of the layer.
+        keys, values: all keys and all values of the layer in the cache (slots, K, d).
         block_size: number of tokens in a block.
     """
 
@@ -218,5 +223,5 @@ class CachedLayer:
         return seen
 
     def views(self, step: KVStep) -> list[KVView]:
-        """Return the cached keys and values of a step's sequences, new tokens included; the step must be `in_place`."""
+        """Return keys and values of a step's sequences, new tokens included; the step's `in_place` must be True."""
         return self.cache.views(self.layer, step)

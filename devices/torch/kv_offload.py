@@ -1,4 +1,4 @@
-"""The copying of new keys and values from a GPU to the host's KV cache."""
+"""Copies of new keys and values from a GPU to the host's KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .locked_memory import locked_if_possible
 
 
 class KVOffload:
-    """Copies keys and values from a GPU to the host's KV cache, through two page-locked buffers filled in turn.
+    """Copies keys and values from a GPU to the host's KV cache, through two page-locked buffers that take turns.
 
     Only one task at a time may use the buffers.
 
@@ -63,7 +63,7 @@ class KVOffload:
         """Start to copy the keys and values of some new tokens to one of the two buffers.
 
         Args:
-            number: number of the piece; even ones go to the first buffer, odd ones to the second.
+            number: number of the piece; even pieces go to the first buffer, odd ones to the second.
             piece: the range of the tokens among all new tokens.
         """
         for buffer, new_TKd in zip(self._buffers[number % 2], (k_TKd, v_TKd), strict=True):

@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class Run(NamedTuple):
-    """Neighbouring sequences of a step whose slots are evenly spaced in the cache, so that one view shows them all.
+    """Neighbouring sequences of a step with evenly spaced slots in the cache, so that one view shows them all.
 
     Attributes:
         queries: number of new tokens of each sequence.
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Neighbouring sequences of a step in scattered blocks, whose keys and values are copied together for attention.
+    """Neighbouring sequences of a step with scattered blocks, whose keys and values are copied together for attention.
 
     Each sequence's copy begins at the start of a block, as in the cache, so that results have the same bits.
 
@@ -57,11 +57,12 @@ class Gather(NamedTuple):
 class KVStep:
     """The new tokens of some sequences in one step, and their places in a KV cache. Tensors are made when first needed.
 
-    A cache with a window keeps only tokens that later tokens attend to: of many new tokens of a sequence, the last
-    ones.
+    A cache with a window keeps only tokens that later tokens attend to: the last ones, if a sequence has many new
+    tokens.
 
     Args:
-        growths: for each sequence the numbers of its old and new tokens, and its blocks.
+        sequences: numbers of the sequences.
+        growths: for each sequence, its numbers of old and of new tokens, and its blocks.
         block_size: number of tokens in a block.
         indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
 
@@ -69,8 +70,8 @@ class KVStep:
         past: number of tokens of each sequence before the step.
         new: number of new tokens of each sequence.
         one_each: whether each sequence has one new token.
-        in_place: whether the cache still holds all tokens that the new tokens attend to once the new ones are stored;
-            otherwise storing them overwrites some.
+        in_place: True if the cache, once it has the new tokens, still has all tokens that they attend to; False if
+            storing the new tokens may overwrite some of these.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class KVStep:
 
     @cached_property
     def in_blocks(self) -> SequencesInBlocks:
-        """The number of tokens of each sequence in blocks, new ones included; and the blocks of all sequences."""
+        """The number of tokens that each sequence has in its blocks, new ones included; and all sequences' blocks."""
         lengths, blocks = array("q"), array("q")
         for growth in self._growths:
             lengths.append(growth.length)
@@ -102,10 +103,10 @@ class KVStep:
 
     @property
     def listed(self) -> array[int]:
-        """The integers that GPU kernels read, in one array.
+        """The integers that GPU kernels read, in one array of three parts.
 
-        In this order: the number of tokens of each sequence in its blocks; the index of each sequence's first block in
-        the list of blocks; the list of the blocks of all sequences.
+        These are: for each sequence the number of tokens in its blocks; for each sequence the index of its first block
+        in the third part; the blocks of all sequences.
         """
         lengths, blocks = self.in_blocks
         counts = (len(growth.seen.blocks) for growth in self._growths[:-1])
@@ -113,18 +114,18 @@ class KVStep:
 
     @property
     def numbers(self) -> list[array[int]]:
-        """All arrays of integers that attention on a GPU needs: `listed`, and often two more.
+        """All arrays of integers that attention on a GPU reads.
 
-        Unless each sequence has one new token, `slots` and the numbers of `starts` follow.
+        If each sequence has one new token, this is only `listed`. Otherwise `slots` and the numbers of `starts` follow.
         """
         return [self.listed] if self.one_each else [self.listed, self.slots, self._firsts]
 
     def keep(self, table: Tensor, slots_T: Tensor | None = None, starts: Tensor | None = None) -> None:
-        """Keep tensors on the accelerator that the arrays of `numbers` were copied to, for later use.
+        """Keep the tensors on the accelerator that the arrays of `numbers` were copied to, for later use.
 
         Args:
             table: a copy of `listed`.
-            slots_T, starts: copies of the two other arrays; None if each sequence has one new token.
+            slots_T, starts: copies of the two other arrays; both None if each sequence has one new token.
         """
         self._table = table
         if slots_T is not None and starts is not None:
@@ -179,7 +180,7 @@ class KVStep:
 
     @cached_property
     def starts(self) -> Tensor:
-        """The index of each sequence's first new token among all new tokens, and at the end the number of all.
+        """The index of each sequence's first new token among all new tokens, followed by the number of all new tokens.
 
         The result is a tensor on the cache's device.
         """
@@ -191,7 +192,7 @@ class KVStep:
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """The step's sequences, in order, grouped so that one view (`Run`) or one copy (`Gather`) shows a group."""
+        """Groups of the step's sequences, in order; one view (`Run`) or one copy (`Gather`) shows a whole group."""
         parts: list[Run | Gather] = []
         for growth in self._growths:
             alone = self._alone(growth.seen.blocks, growth.length, growth.new)
@@ -204,13 +205,13 @@ class KVStep:
 
     @property
     def before(self) -> Iterator[list[range]]:
-        """The slots of each sequence's tokens that were cached before the step, as the fewest ranges in order."""
+        """For each sequence, the slots of its tokens that were cached before the step, as few ranges in order."""
         for growth in self._growths:
             tokens = range(growth.past - growth.seen.first)
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """Return this step for a memory with only this step's sequences, whose blocks are contiguous, from number 0."""
+        """Return the same step for memory that has only the step's sequences, in blocks one after the other from 0."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))
@@ -232,7 +233,7 @@ class KVStep:
 
 
 def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range]:
-    """Return the slots of some tokens of a sequence, as the fewest ranges in order.
+    """Return the slots of some tokens of a sequence, in order, as few ranges.
 
     Args:
         blocks: the sequence's blocks.
@@ -260,7 +261,7 @@ def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
 
 
 def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
-    """Return a group of sequences with one more sequence, or None if one view or copy cannot show them all.
+    """Add a sequence to a group of sequences; returns the larger group, or None if no single view or copy can show it.
 
     Args:
         part: the group.
@@ -276,7 +277,7 @@ def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
 
 
 def _join_runs(run: Run, alone: Run) -> Run | None:
-    """Return `run` with one more sequence, or None if its sequences would not be evenly spaced in the cache.
+    """Add a sequence to a `Run`; returns the longer run, or None if its sequences would not be evenly spaced.
 
     alone: the sequence to add, as a `Run` of its own.
     """

@@ -39,12 +39,12 @@ class LoadedKV:
 
     @property
     def keys(self) -> Tensor:
-        """The copied keys (slots, K, d)."""
+        """The copied keys (slots, key-value heads, head size)."""
         return self._slot.chunk(2)[0].view(-1, *self._cached.keys.shape[1:])
 
     @property
     def values(self) -> Tensor:
-        """The copied values (slots, K, d)."""
+        """The copied values (slots, key-value heads, head size)."""
         return self._slot.chunk(2)[1].view(-1, *self._cached.keys.shape[1:])
 
     @property
@@ -54,9 +54,9 @@ class LoadedKV:
         return self._cached.addresses._replace(keys=keys, values=values)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
-        """Store the new tokens' keys and values behind the cached ones of their sequences; returns views of all.
+        """Store the new tokens' keys and values after the copied ones of their sequences; returns views of all.
 
-        step: ignored, as the constructor's step is used.
+        step: not used; it is the step that the constructor got.
         """
         start = 0
         for keys_SLKd, values_SLKd, new in self._views:
@@ -71,14 +71,16 @@ class LoadedKV:
 def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
     """Copy the keys (or the values) that were cached before a step to flat memory of the accelerator.
 
-    Only contiguous pieces are copied, since other copies would take memory of the GPU beside the plan's.
+    Only contiguous pieces are copied: other copies would take memory of the GPU in addition to the plan's.
 
     Args:
         memory: the flat memory.
         cached_NKd: a layer's keys or values in the cache, by slot.
+        step: the step, with its places in the cache.
 
     Returns:
-        for each of the step's groups of sequences a tensor (S, L, K, d) in the memory, with room for new tokens.
+        for each of the step's groups of sequences, a tensor (sequences, tokens, key-value heads, head size) in the
+        memory, with room for new tokens.
     """
     before = step.before
     for part in step.parts:

@@ -24,7 +24,7 @@ def load_each(
 ) -> list[Loaded]:
     """Call `load` for each item, on several threads; returns the results in the order of the items.
 
-    After an error or Ctrl-C no further item is started; the error is raised when the started ones have ended.
+    After an error or Ctrl-C, no further item is started; the error is raised when all items under way have ended.
 
     Args:
         sizes: bytes of each item, for the progress.

@@ -1,7 +1,7 @@
 """Page-locked memory of the host for large buffers, which a GPU can copy from and to directly.
 
-The memory is ordinary memory that is registered with CUDA. Torch's own page-locked memory is rounded up to a power of
-two, and the system may refuse direct reads of files into it.
+This is ordinary memory that is registered with CUDA. Page-locked memory from torch itself is not used: its size is
+rounded up to a power of two, and the system may refuse direct reads of files into it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from moesched.units import format_bytes
 from ..shared.arena import aligned_bytes, round_up
 
 PORTABLE, READ_ONLY = 1, 8
-"""Flags of CUDA: lock memory for all GPUs; GPUs only read it, which is required where the process may not write."""
+"""Flags of CUDA: lock memory for all GPUs; lock it for reading only, as is required if the process may not write to it.
+"""
 
 _log = Log(__name__)
 
@@ -59,7 +60,9 @@ def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Te
 
     Copies between ordinary memory and a GPU are slow.
 
-    what: the purpose of the memory, for the warning.
+    Args:
+        device: the GPU's torch device.
+        what: the name or purpose of the memory, for the warning.
     """
     try:
         return locked_bytes(nbytes, device)
@@ -69,14 +72,15 @@ def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Te
 
 
 class NotLocked(Exception):
-    """An error: CUDA refuses to lock memory; the message has the number of CUDA's error."""
+    """An error: CUDA refuses to lock memory; the message has CUDA's error number."""
 
 
 def lock(address: int, nbytes: int, device: torch.device, flags: int) -> Callable[[], None]:
     """Register memory of the process with CUDA, which locks its pages.
 
     Args:
-        address, nbytes: first byte and number of bytes.
+        address: address of the first byte.
+        nbytes: number of bytes.
         device: the GPU's torch device.
         flags: flags of CUDA, such as PORTABLE.
 
@@ -106,7 +110,7 @@ def _unregister(runtime: Any, address: int) -> None:
 
 
 def _unlock(unlock: Callable[[], None], memory: mmap.mmap) -> None:
-    """Unlock memory that was registered with CUDA; the memory itself is freed with the last reference to `memory`.
+    """Unlock memory that was registered with CUDA; `memory` itself is freed later, with the last reference to it.
 
     unlock: the function that `lock` returned.
     """

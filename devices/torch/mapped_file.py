@@ -19,10 +19,10 @@ from .file_lease import FileLease
 
 
 class MappedFile:
-    """A file that is mapped as a whole; the system reads a part when `advise` asks for it or the process reads it.
+    """A file that is mapped as a whole; the system reads a part of it when `advise` or the process asks for the part.
 
-    If another process truncates the file, the system kills a process that reads the lost part. So a lease delays
-    writers, by up to 45 seconds, and `require` reports them.
+    If another process truncates the file, the system kills a process that reads the lost part. Therefore a lease delays
+    processes that want to write, by up to 45 seconds, and `require` reports them.
 
     Args:
         remedy: advice for a user who has to write to the file, or has too little memory to map it.
@@ -53,7 +53,8 @@ class MappedFile:
         """Call `madvise` for a part of the mapped file, in whole pages of memory; other threads run meanwhile.
 
         Args:
-            offset, nbytes: first byte in the file and number of bytes.
+            offset: index of the part's first byte in the file.
+            nbytes: number of bytes.
             advice: number of the advice, such as POPULATE_READ.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The home of weights in the page cache: pages in mapped files, from which a GPU copies them directly."""
+"""The home of weights in the page cache: a GPU copies pages directly from mapped files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .registered_files import RegisteredFiles, spans_of
 class MappedHome:
     """Holds pages in files that are mapped and registered with CUDA, so that a GPU copies them from the page cache.
 
-    Neighbouring pages are in one registration: no page is split over two, and no block of a file is in two. The leases
-    on a page's files are checked each time that the page is fetched by `get`.
+    Neighbouring pages are registered together, so that no page, and no block of a file, is in two registrations. `get`
+    checks the leases on a page's files each time.
 
     Args:
-        threads: number of threads that make the system read what the page cache lacks.
+        threads: number of threads that make the system read the parts of files that the page cache lacks.
 
     Attributes:
         bytes_mapped: bytes of all pages that were registered here so far, in whole blocks.
@@ -41,7 +41,7 @@ class MappedHome:
         return "" if RegisteredFiles.possible() else "mapped files need Linux 5.14 or later"
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Hold exactly these pages: register them, and undo all other registrations; after an error, no page is held.
+        """Hold these pages and no others: register them, and undo other registrations. An error undoes them all.
 
         No copy of a page may be under way.
 
@@ -68,7 +68,7 @@ class MappedHome:
         )
 
     def get(self, page: Page) -> HeldPage | None:
-        """Return a held page, to be copied right after this call; None if the page is not held.
+        """Return a held page, which has to be copied right after this call; None if the page is not held.
 
         Raises:
             MoeschedError: another process writes to one of the page's files.

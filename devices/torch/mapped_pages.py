@@ -20,11 +20,11 @@ REMEDY = "run with --device-set direct=true"
 class MappedPages:
     """The pages of a checkpoint, mapped from the system's page cache, which is expected to contain them.
 
-    A slot of a pool does not hold a copy of a page: it stands for the page's mapping, until it gets another page. So
-    the process has at most as many pages mapped in memory as there are slots. A kernel that still reads a page which
-    its slot has dropped gets the same bytes, only later.
+    A slot of a pool has no copy of a page: it stands for the mapping of the page, until the slot gets another page. So
+    the process has at most as many pages mapped in memory as there are slots. A kernel may still read a page that its
+    slot no longer stands for: it gets the same bytes, only more slowly.
 
-    When another process wants to write to a file, the next call of `bring` raises an error. That is in time if `bring`
+    If another process wants to write to a file, the next call of `bring` raises an error. This comes in time if `bring`
     is called at least every 45 seconds, after which the system lets the process write.
 
     Args:
@@ -52,11 +52,11 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Test if Linux can prefault mapped files (5.14 or later), and the files have the bytes that kernels read."""
+        """Test whether Linux (5.14 or later) can prefault mapped files, and these have the bytes that kernels read."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
-        """Map a page as the contents of a slot, and make the system read the parts that the page cache lacks.
+        """Let a slot stand for a page, and make the system read those parts of it that the page cache lacks.
 
         Only one thread at a time may call this for a slot. The slot's earlier page may be dropped from memory.
 
@@ -92,7 +92,7 @@ class MappedPages:
         self._release()
 
     def _hold_files(self, layout: WeightLayout) -> None:
-        """Take a lease on each file that has pages, which delays writers, and check that no file is too short."""
+        """Take a lease on each file with pages, to delay processes that write, and check that no file is too short."""
         runs = [run for page in layout.pages for run in self._reader.location(page).runs]
         for path in sorted({run.file.path for run in runs}):
             self._files[path] = MappedFile(path, REMEDY)

@@ -28,8 +28,7 @@ class NodeSide:
 
     Args:
         moe: runs the router.
-        project_output: a function that runs a task's output projection of attention, before the layer's norm and
-            router.
+        project_output: a function that projects attention's output for a task, before the layer's norm and router run.
     """
 
     def __init__(
@@ -49,9 +48,10 @@ class NodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Tensor:
-        """Return the weighted sum of this node's own experts' outputs, (T, D) float32, on the accelerator.
+        """Return the weighted sum of the outputs of this node's own experts, on the accelerator.
 
-        The first node also adds the outputs of the shared expert, if the layer has one.
+        The result is a float32 tensor (tokens, hidden size). The first node also adds the outputs of the shared expert,
+        if the layer has one.
         """
         use_cores(1)
         state = self._states[task.micro_batch]
@@ -72,7 +72,7 @@ class NodeSide:
     def combine(self, task: Task, total_TD: Array) -> None:
         """Add the residual to the sum over all nodes, and round; the result becomes the micro-batch's hidden states.
 
-        total_TD: the sum over all nodes of their partial sums, float32 on the host.
+        total_TD: the sum of all nodes' partial sums, float32, on the host.
         """
         state = self._states[task.micro_batch]
         state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
@@ -81,9 +81,9 @@ class NodeSide:
         """Run the router, and the shared expert, if the layer has one.
 
         Returns:
-            the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes:
-            float32 (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side by
-            side.
+            the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes.
+            The latter is a float32 array (tokens, hidden size + 2 k) on the host. It has for each token, side by side,
+            the experts' input, the numbers of the token's k experts, and their weights.
         """
         self._project_output(task)
         routed = self._moe.route(task)
@@ -94,7 +94,7 @@ class NodeSide:
         return counts, routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Keep the first node's router result as this node's; returns the number of rows of each expert that has any.
+        """Use the first node's router result on this node; returns the number of rows of each expert that has any.
 
         routed_TX: the second value that `route` returned on the first node.
         """

@@ -1,4 +1,4 @@
-"""The copying of pages of weights from the host's memory into slots, on the host or on a GPU."""
+"""Copies of pages of weights from the host's memory to slots, which are on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = Log(__name__)
 
 
 class PageCopies:
-    """Copies pages of weights from the host's memory into slots of the host's or of the accelerator's memory.
+    """Copies pages of weights from the host's memory to slots, which are on the host or on the accelerator.
 
     Attributes:
         ring: page-locked buffers for copies from ordinary memory to a GPU; None before `make_ring`, or if CUDA locks no
@@ -46,7 +46,7 @@ class PageCopies:
                 _log.warning("copies of weights to the GPU are slow", reason=str(error))
 
     def to_accelerator(self, page: Page, held: HeldPage, slot: Tensor) -> None:
-        """Copy a page of weights to a slot on the accelerator, in the layout for kernels, on the current stream.
+        """Copy a page of weights to a slot on the accelerator, on the current stream, in the layout that kernels read.
 
         Args:
             held: the page in the host's memory.

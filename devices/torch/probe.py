@@ -30,10 +30,10 @@ MOST_COPIES = 128
 
 
 class TorchProbe:
-    """Makes operations of the torch device on the CPU for timing: most methods return a function for one operation.
+    """Makes operations of the torch device on the CPU for timing: most methods return a function that runs one.
 
-    Successive calls of such a function use different copies of the weights in turn, so that none is in a cache, as in a
-    model.
+    Successive calls of such a function use several copies of the weights in turn. So the weights are in no cache, as
+    in a model.
 
     Args:
         threads: number of threads of the kernels.
@@ -63,13 +63,13 @@ class TorchProbe:
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
-        """Test whether resident weights of this dtype are packed on this device."""
+        """Test whether the device packs resident weights of this dtype in oneDNN's order."""
         return dtype == "bfloat16" and self._products.packing_pays
 
     def product(
         self, dtype: str, outputs: int, inputs: int, *, stored: str = "", packed: bool = False
     ) -> Callable[[int], Call]:
-        """Make matrices (outputs, inputs) for timing their products with some rows.
+        """Make matrices (outputs, inputs), to time their products with a number of rows.
 
         Args:
             dtype: dtype of the rows, and of matrices that are not quantised.
@@ -92,9 +92,11 @@ class TorchProbe:
         return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
-        """Return a function that reads `pieces` pieces of a file at once, `nbytes` bytes each, into slots of memory.
+        """Return a function that reads pieces of a file, all at the same time, as the device reads pages into slots.
 
-        The device reads pages in the same way.
+        Args:
+            nbytes: number of bytes of each piece.
+            pieces: number of pieces.
         """
         if path not in self._files:
             self._files[path] = DirectFile(path)
@@ -122,8 +124,8 @@ def _cold_matrices(row_1D: torch.Tensor, outputs: int) -> list[torch.Tensor]:
     """Make several equal matrices, together too large for the caches, in huge pages like a model's weights.
 
     Args:
-        row_1D: a row.
-        outputs: number of rows of each matrix, all copies of `row_1D`.
+        row_1D: the row that all rows of the matrices are copies of.
+        outputs: number of rows of each matrix.
     """
     nbytes = outputs * row_1D.nbytes
     shape = outputs, row_1D.shape[1]

@@ -1,4 +1,8 @@
-"""Keys and values that the new tokens of prompts attend to, in memory beside the KV cache."""
+"""Keys and values that the new tokens of prompts attend to, in memory outside the KV cache.
+
+Shapes in names and texts: T new tokens of all sequences, S sequences, L tokens of a sequence, K key-value heads, d head
+size.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ from .kv_step import KVStep
 def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) -> list[KVView]:
     """Return the keys and values that a step's new tokens attend to, in the order of the step's sequences.
 
-    Attention to these views has the same bits as with a cache that keeps all tokens: neighbouring sequences of equal
-    length are one view, and tokens before the window are zeros.
+    Attention to these views has the same bits as with a cache that keeps all tokens. For this, neighbouring sequences
+    of equal length are in one view, and zeros stand for tokens before the window.
 
     Args:
         cached: the keys and the values of a layer before the step, (slots, K, d) each.
@@ -32,14 +36,14 @@ def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
     """Group neighbouring sequences of a step that have equal numbers of new and of earlier tokens.
 
     Returns:
-        for each group the pair (new tokens, earlier tokens) of each sequence, and the number of sequences.
+        for each group, a sequence's numbers of new and of earlier tokens as a pair, and the number of sequences.
     """
     pairs = zip(step.new, step.past, strict=True)
     return ((pair, len([*neighbours])) for pair, neighbours in groupby(pairs))
 
 
 def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tensor]:
-    """Yield for each group of `_runs` the keys (or values) that the group's new tokens attend to, (S, L, K, d)."""
+    """Yield for each group of `_runs` the keys (or values) that its new tokens attend to: a tensor (S, L, K, d)."""
     start, before = 0, step.before
     for (new, past), sequences in _runs(step):
         stop = start + new * sequences
@@ -56,13 +60,16 @@ def _is_aligned(own_SNKd: Tensor) -> bool:
 
 
 def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, own_SNKd: Tensor) -> Tensor:
-    """Join the keys or values of sequences of equal length: zeros, then cached ones, then new ones; (S, L, K, d).
+    """Join the keys (or values) of sequences of equal length: zeros, then cached ones, then new ones.
 
     Args:
         earlier: for each sequence the slots of its cached tokens.
         past: number of tokens of each sequence before the step, of which a window may keep only some.
         cached_NKd: the layer's keys or values in the cache, by slot.
         own_SNKd: the keys or values of the N new tokens of each sequence.
+
+    Returns:
+        a tensor (S, L, K, d).
     """
     sequences, new, *head = own_SNKd.shape
     held = sum(map(len, earlier[0]))
@@ -79,7 +86,7 @@ def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, o
 
 
 def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) -> None:
-    """Copy the contents of slots of a cache to the beginning of a sequence's memory, one after the other.
+    """Copy the contents of a cache's slots, one after the other, to the beginning of a sequence's memory.
 
     Args:
         there_LKd: the sequence's memory, on any device.
@@ -94,9 +101,11 @@ def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) ->
 
 
 def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Cut a tensor of a shape (S, L, K, d) from the start of flat memory; returns the tensor and the remaining memory.
+    """Cut a tensor from the start of flat memory; returns the tensor and the remaining memory.
 
     Each sequence begins at the start of a block, as in the cache, so that results have the same bits.
+
+    shape: the tensor's shape (S, L, K, d).
     """
     sequences, length, kv_heads, head_dim = shape
     room = cached_tokens(length)

@@ -22,11 +22,12 @@ class RankSide:
     Args:
         rank: this device's rank, from 0.
         transport: carries exchanges between the ranks.
-        vocabulary: number of tokens in the vocabulary, V.
+        vocabulary: number of tokens in the vocabulary.
         states: the state of each micro-batch, by the micro-batch's number.
-        head: a function that computes a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM
-            head.
-        draw: a function that chooses a micro-batch's next tokens, given a task `sample` and the logits (S, V).
+        head: a function that computes a micro-batch's logits (sequences, vocabulary / ranks), float32, from this rank's
+            rows of the LM head.
+        draw: a function that chooses a micro-batch's next tokens, given a task `sample` and the logits (sequences,
+            vocabulary).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RankSide:
             state.hidden_TD = self._sum(task, state.hidden_TD)
 
     def logits(self, task: Task) -> None:
-        """Compute a micro-batch's logits for this rank's part of the vocabulary; all other logits are 0."""
+        """Compute a micro-batch's logits for this rank's part of the vocabulary, and set all other logits to 0."""
         part_SV = self._head(self._states[task.micro_batch])
         rows = part_SV.shape[1]
         logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
@@ -69,7 +70,7 @@ class RankSide:
     def _sum(self, task: Collective, part: Tensor) -> Tensor:
         """Exchange all ranks' parts through the host's memory; returns their sum, added up in float32.
 
-        part: this rank's part, whose shape, dtype and device the sum has.
+        part: this rank's part; the sum has its shape, its dtype and its device.
         """
         with making_part(self._transport, self._rank, task):
             mine = part.float().cpu().numpy()

@@ -11,13 +11,13 @@ Tensor = torch.Tensor
 LEAST_READ_BACK, MOST_READ_BACK = 64, 1 << 16
 """Bytes of the smallest and of the largest piece of memory for a result."""
 UNREAD = 16
-"""Pieces of one size that are allocated at once: more than the tasks in a stream's queue, whose results are unread."""
+"""Number of pieces of one size that are allocated at once: more than a stream's queue has tasks with unread results."""
 
 
 class ReadBack:
     """Copies results of an accelerator to page-locked memory of the host, which is reused once the results were read.
 
-    Large results (above `MOST_READ_BACK` bytes), which decode steps do not have, get new memory each time.
+    Results of more than `MOST_READ_BACK` bytes get new memory each time; decode steps have none as large.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class ReadBack:
         """Start to copy a result to the host, on the current stream.
 
         Returns:
-            the copy; and the memory to give to `free` once the copy was read, None for a large result.
+            the copy; and its memory, to be passed to `free` once the copy was read. For a large result, the memory is
+            None.
         """
         if tensor.nbytes > MOST_READ_BACK:
             return tensor.to("cpu", non_blocking=True), None

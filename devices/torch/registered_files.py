@@ -41,11 +41,11 @@ class FileSpan(NamedTuple):
 class RegisteredFiles:
     """Files that are mapped read-only, protected by leases, and registered with CUDA in parts.
 
-    A registered part is pinned, and the process itself does not read it. So neither process nor GPU fails if a file is
-    truncated in spite of its lease.
+    A registered part stays in memory, and the process itself does not read it. So neither the process nor the GPU fails
+    if a file is truncated in spite of the lease.
 
     Args:
-        threads: number of threads that make the system read what the page cache lacks.
+        threads: number of threads that make the system read the parts of files that the page cache lacks.
         device: the GPU's torch device.
     """
 
@@ -58,14 +58,14 @@ class RegisteredFiles:
 
     @staticmethod
     def possible() -> bool:
-        """Test whether the system can be made to read mapped files ahead, as with Linux 5.14 and later."""
+        """Test whether the system reads mapped files ahead on request, as Linux 5.14 and later do."""
         return system_takes(POPULATE_READ)
 
     def __getitem__(self, path: Path) -> MappedFile:
         return self._files[path]
 
     def keep(self, spans: Sequence[FileSpan]) -> None:
-        """Open the files of these spans; unregister all other spans, and close all other files.
+        """Keep these spans and no others: open their files, unregister other spans, and close other files.
 
         Raises:
             CannotHold: the system gives no lease on a file.
@@ -130,7 +130,7 @@ class RegisteredFiles:
 def spans_of(ranges: Iterable[tuple[Path, int, int]]) -> list[FileSpan]:
     """Return the fewest spans of whole blocks that cover ranges of files; no two of these spans touch.
 
-    ranges: each with the file's path, the offset of the first byte, and the number of bytes.
+    ranges: for each range the file's path, the offset of the first byte, and the number of bytes.
     """
     spans: list[FileSpan] = []
     for path, offset, nbytes in sorted(ranges):

@@ -1,4 +1,4 @@
-"""The resident pages, which stay for the whole run: as read from the files, packed for oneDNN, or copied to a GPU."""
+"""The resident pages, which stay for the whole run: unchanged from the files, packed for oneDNN, or copied to a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .adjacent_pages import AdjacentPages
 from .compute import Compute
 
 READERS = 2
-"""Threads that read pages in place: while one waits for the system to clear memory, the other reads."""
+"""Number of threads that read pages in place: one can read while the other waits for the system to clear memory."""
 
 
 class ResidentPages:
@@ -42,7 +42,7 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Sequence[Page]) -> int:
-        """Free all pages but these; returns how many of these are missing and have to be loaded.
+        """Free all pages but these; returns the number of these pages that are missing and have to be loaded.
 
         On a GPU, pages that share an allocation are kept or freed together, and memory is allocated for the missing
         pages.
@@ -56,8 +56,8 @@ class ResidentPages:
     def expect(self, count: int, staging: Sequence[torch.Tensor] = ()) -> None:
         """Prepare to load `count` pages; the last call of `load` returns when all of them are in memory.
 
-        staging: buffers that pages are read to before they are packed or copied to a GPU; each has a thread. If empty,
-            pages stay in the memory that they are read to.
+        staging: buffers that pages are read to before they are packed or copied to a GPU; each has a thread of its own.
+            If there are none, pages stay in the memory that they are read to.
         """
         self.awaited = count
         self._in_place = not staging
@@ -96,7 +96,7 @@ class ResidentPages:
     def memory(self, page: Page, elsewhere: torch.Tensor | None) -> torch.Tensor | None:
         """Return the accelerator's memory for a resident page, uint8, even before the page is loaded.
 
-        elsewhere: returned if the page is not resident, or if the accelerator is the CPU.
+        elsewhere: the result if the page is not resident, or if the accelerator is the CPU.
         """
         return self._adjacent.memory(page, elsewhere) if self._adjacent else elsewhere
 

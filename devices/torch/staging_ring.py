@@ -15,18 +15,21 @@ from .locked_memory import locked_bytes
 
 Tensor = torch.Tensor
 Pieces = Iterable[tuple[Tensor, int]]
-"""Pieces of the host's memory, each with its offset in a target, ascending."""
+"""Pieces of the host's memory, each with its offset in the target of a copy; the offsets ascend."""
 
 
 class CopiesBytes(Protocol):
     """The interface of objects that copy bytes within the host's memory, such as a team of threads."""
 
     def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy the bytes of pairs of a target and a source of the same size; returns when all are copied."""
+        """Copy bytes from source to target for each pair (target, source); returns when all bytes are copied.
+
+        A target has as many bytes as its source.
+        """
 
 
 class StagingRing:
-    """A ring of page-locked buffers: threads fill one while the GPU copies from the ones filled before.
+    """A ring of page-locked buffers: threads fill one while the GPU copies from those that were filled before.
 
     Args:
         most: bytes of the largest copy.
@@ -52,7 +55,7 @@ class StagingRing:
         Returns when all pieces have been read, before the last ones are on the GPU.
 
         Args:
-            pieces: uint8 tensors, each with its offset in the target, ascending.
+            pieces: uint8 tensors, each with its offset in the target; the offsets ascend.
             target: uint8 tensor on the GPU.
         """
         with self._lock:
@@ -72,7 +75,7 @@ def _grouped(pieces: Pieces, most: int) -> Iterator[tuple[int, Sequence[tuple[Te
     """Group neighbouring pieces so that each group spans at most `most` bytes of the target; long pieces are cut.
 
     Returns:
-        for each group the offset of its first piece in the target, and its pieces with their offsets in the target.
+        for each group, the offset of its first piece in the target, and all its pieces with their offsets.
     """
     group: list[tuple[Tensor, int]] = []
     first = 0

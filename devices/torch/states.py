@@ -22,7 +22,7 @@ from .locked_memory import locked_if_possible
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) -> list[MicroBatchState]:
-    """Make the state of each micro-batch of a batch; if prompts are cut, the states of prefill's chunks follow.
+    """Make the states of a batch's micro-batches; if prompts are cut into chunks, the states of the chunks follow.
 
     prompts: the token ids of each request's prompt, in the order of the requests.
     """
@@ -65,7 +65,8 @@ def _add_cache(
 ) -> None:
     """Make a KV cache with room for the final lengths of the requests, and add it to the states of micro-batches.
 
-    A cache on the host is page-locked for a GPU, which then copies from it directly; native calls write to it.
+    If the accelerator is a GPU, a cache on the host is page-locked, so that the GPU copies from it directly, and native
+    calls write to it.
 
     Args:
         layers: numbers of the cache's layers, which have the same window.

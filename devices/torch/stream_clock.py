@@ -1,7 +1,7 @@
 """The conversion of times of CUDA events to the host's clock.
 
-CUDA gives float32 milliseconds between two events, on a clock that drifts from the host's. Times are therefore measured
-from "zero events", which are recorded once a second together with the host's time.
+CUDA tells only the time between two events: float32 milliseconds of a clock that drifts from the host's. Times are
+therefore measured from "zero events", which are recorded once a second together with the host's time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 PERIOD = 1_000_000_000
-"""Nanoseconds after which a new zero event is recorded: over a second, float32 is exact to 60 ns."""
+"""Nanoseconds after which a new zero event is recorded: within a second, float32 milliseconds are exact to 60 ns."""
 
 KEPT = 64
 """Number of zero events that are remembered."""
@@ -24,7 +24,7 @@ TRIES = 8
 """Largest number of attempts to record a zero event that is exact; the host may be interrupted between the readings."""
 
 ALIKE = 100
-"""Times of the device less than these nanoseconds apart count as equal: float32 does not tell their order."""
+"""Times on the device's clock that are fewer nanoseconds apart count as equal: float32 does not tell their order."""
 
 REPORTED = 1024
 """Least number of reported times that are remembered, so that later ones keep the order."""
@@ -35,10 +35,10 @@ class Zero(NamedTuple):
 
     Attributes:
         event: the event.
-        device: the event's time on the device's clock, in nanoseconds since the first such event.
-        host: the event's time on the host's clock in nanoseconds, computed from the time of the zero event before.
+        device: the event's time on the device's clock, in nanoseconds since the first zero event.
+        host: the event's time on the host's clock in nanoseconds, computed from the previous zero event's.
         rate: nanoseconds of the host's clock for each nanosecond of the device's clock, for times after this event.
-        read: the event's time in nanoseconds as it was read from the host's clock.
+        read: the event's time on the host's clock in nanoseconds, as read when the event was recorded.
     """
 
     event: Any
@@ -70,7 +70,7 @@ class StreamClock:
         self._reported: list[tuple[float, int]] = [(-inf, 0)]
 
     def zero(self, now: int) -> Zero:
-        """Return the event from which the times of a task issued at `now` are measured; a new event after each second.
+        """Return the zero event for the times of a task that is issued at `now`; a new event is made each second.
 
         now: the host's time in nanoseconds.
         """
@@ -89,7 +89,7 @@ class StreamClock:
         return zero.device + passed * 1e6
 
     def reckoned(self, device: float) -> int:
-        """Convert a time of the device's clock to the host's, by the last zero event before it and that event's rate.
+        """Convert a time on the device's clock to the host's, from the last zero event before it and that event's rate.
 
         device: nanoseconds since the first zero event.
         """
@@ -102,7 +102,7 @@ class StreamClock:
     def reported(self, device: float, host: int) -> int:
         """Return the time on the host's clock that is to be reported for a time on the device's clock.
 
-        This is `host`, moved as far as needed to keep reported times in the order of the device's times.
+        This is `host`, changed as far as needed to keep reported times in the order of the device's times.
 
         Args:
             device: the time on the device's clock, in nanoseconds since the first zero event.
@@ -118,7 +118,10 @@ class StreamClock:
         return host
 
     def _reported_before(self, device: float, host: int) -> int:
-        """Return the time to be reported for a time on the device's clock that is not after all reported ones."""
+        """Return the time to be reported for a time on the device's clock that is not later than all earlier ones.
+
+        The arguments are those of `reported`.
+        """
         reported = self._reported
         place = bisect_left(reported, (device,))
         for time, host_time in reported[max(0, place - 1) : place + 1]:
@@ -129,7 +132,7 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """Record the zero event after `last`, with a rate that makes up for the error of its `host` within PERIOD."""
+        """Record the zero event after `last`; its rate corrects the error of its computed time `host` within PERIOD."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate

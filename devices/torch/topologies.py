@@ -1,4 +1,4 @@
-"""Functions that run the tasks of a batch on torch, by verb (kind of task): for one device, a rank, or a node."""
+"""Functions that run the tasks of a batch on torch, by verb (kind of task), on a device alone, a rank, or a node."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Verbs = dict[str, Verb]
 class Topology:
     """Makes the functions that run the tasks of one batch, by verb (kind of task).
 
-    Most functions run in torch's inference mode. Functions that may be a native call enter the mode themselves, and
-    only if torch runs: entering it takes longer than all else that Python does for such a call.
+    Most functions run in torch's inference mode. Functions that may consist of a single native call enter the mode
+    themselves, and only if torch runs: entering it takes longer than all other work of Python for a native call.
 
     Attributes:
         kv_slots: buffers on the accelerator that keys and values of a layer are copied to from the host.
@@ -197,7 +197,7 @@ class Topology:
         )
 
     def _ends(self, tokens: NextTokens) -> Verbs:
-        """Return the functions of the verbs (kinds of tasks) that end a step: `sample`; in beam search, `reorder`."""
+        """Return the functions of the verbs (kinds of tasks) that end a step: `sample`, and `reorder` for beams."""
         verbs: Verbs = {"sample": tokens.sample_next}
         return verbs | inferring({"reorder": self._beams.reorder}) if self._beams else verbs
 

@@ -41,7 +41,7 @@ from .resident_pages import ResidentPages
 from .weights import WeightStore, merged_tensors
 
 MOST_TOKENS = 4096
-"""Number of tokens of a micro-batch beyond which the same kernels run."""
+"""Largest number of tokens of a micro-batch in a warm-up; for more tokens, the same kernels run."""
 
 _PREFILL, _DECODE = (
     Kernel(
@@ -52,7 +52,7 @@ _PREFILL, _DECODE = (
 
 
 class WarmUpSizes(NamedTuple):
-    """The sizes of a plan's largest micro-batches, as if all sequences were equally long.
+    """The sizes of a plan's largest micro-batches, if all sequences were equally long.
 
     Attributes:
         prompts: number of sequences in prefill.
@@ -72,7 +72,7 @@ class WarmUpSizes(NamedTuple):
 def shapes_of(plan: Plan, kv: Tensor | None) -> WarmUpSizes:
     """Return the sizes of a plan's largest micro-batches for a warm-up.
 
-    kv: memory of the accelerator for keys and values, which limits the cached tokens; None without any.
+    kv: memory of the accelerator for keys and values, which limits the number of cached tokens; None if it has none.
     """
     chunks = plan.chunks.values()
     tokens = min(MOST_TOKENS, max(sum(chunk.tokens) for chunk in chunks))
@@ -84,7 +84,12 @@ def shapes_of(plan: Plan, kv: Tensor | None) -> WarmUpSizes:
 
 
 def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor]) -> Tensor | None:
-    """Return the largest tensor on the accelerator for keys and values, a KV cache or a slot; None without any."""
+    """Return the accelerator's largest tensor for keys and values: a KV cache or a slot; None if there is none.
+
+    Args:
+        states: the states of micro-batches, with their KV caches.
+        kv_slots: buffers that keys and values are loaded into from a cache on the host.
+    """
     caches = [cache.slots for state in states for cache in state.caches]
     there = (memory for memory in (*caches, *kv_slots) if not memory.is_cpu)
     return max(there, key=torch.Tensor.numel, default=None)
@@ -94,8 +99,8 @@ class ExpertWarmUp:
     """Warms up a node that has only experts: runs their kernels once at a plan's sizes, and drops the results.
 
     Args:
-        config: a model of one layer.
-        weights: tensors of that layer, with any contents.
+        config: the configuration of a model that has only one layer.
+        weights: the tensors of that layer, with any contents.
     """
 
     def __init__(self, config: ModelConfig, compute: Compute, weights: Weights) -> None:
@@ -105,7 +110,10 @@ class ExpertWarmUp:
 
     @torch.inference_mode()
     def run(self, shapes: WarmUpSizes) -> None:
-        """Make the allocator map workspace memory for these sizes, and run all kernels once, on the current stream."""
+        """Let torch's allocator map memory for the workspace, and run all kernels once, on the current stream.
+
+        shapes: the sizes that the kernels run at.
+        """
         torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
         self._layer(shapes)
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
@@ -114,7 +122,7 @@ class ExpertWarmUp:
         """Do nothing: a node that has only experts runs none of a layer's other kernels."""
 
     def _expert(self, most: int) -> None:
-        """Run an expert on 1, 2, 4, ... up to `most` rows, as its number of rows in a step is not known in advance."""
+        """Run an expert on 1, 2, 4, ... up to `most` rows, as the number of rows in a step is not known in advance."""
         compute, most = self._compute, min(most, EXPERT_TILE)
         x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
         y_nD = torch.empty_like(x_nD)
@@ -129,7 +137,7 @@ class WarmUp(ExpertWarmUp):
     Args:
         global_weights: the weights outside the layers.
         rank: number of this rank, from 0.
-        kv: memory of the accelerator for keys and values, which the warm-up overwrites; None without any.
+        kv: memory of the accelerator for keys and values, which the warm-up overwrites; None if it has none.
     """
 
     def __init__(
@@ -163,7 +171,7 @@ class WarmUp(ExpertWarmUp):
         self._tokens = NextTokens(global_weights.head, states, kernels, library, choice, lambda _: "")
 
     def _layer(self, shapes: WarmUpSizes) -> None:
-        """Run all kernels of a layer but the experts' at these sizes, once as in prefill and once as in decode."""
+        """Run the kernels of a layer and of sampling at these sizes, once as in prefill and once as in decode."""
         self._prefill(shapes.prompts, shapes.length)
         self._decode(shapes.sequences, shapes.cached)
         self._states.clear()
@@ -235,10 +243,11 @@ def _blocks_in(kv: Tensor, config: ModelConfig) -> int:
 class WarmUps:
     """Runs a warm-up of a GPU for each batch with new sizes, while resident pages are loaded.
 
-    A warm-up has a thread of its own; once it ends, torch gives the thread's cuBLAS handle to the next that multiplies.
+    A warm-up has a thread of its own. Once it ends, torch gives that thread's cuBLAS handle to the next thread that
+    computes a product.
 
     Attributes:
-        on_thread: a function to call first on the warm-up's thread; None for none.
+        on_thread: a function that the warm-up's thread calls first; None for none.
     """
 
     def __init__(self) -> None:
@@ -263,8 +272,8 @@ class WarmUps:
             loading: the resident pages; the warm-up borrows the memory of pages that are not loaded yet.
 
         Returns:
-            a function to call before each task `load`: before the last pages are loaded, it waits for the warm-up's
-            end.
+            a function to call before each task `load`. Before the task that loads the last pages, it waits until the
+            warm-up has ended.
         """
         self._thread = ThreadPoolExecutor(1, "warm-up", self.on_thread)
         self._seconds = self._thread.submit(_timed, work)
@@ -289,7 +298,7 @@ class WarmUps:
             self._seconds.result()
 
     def seconds(self) -> float | None:
-        """Wait for the warm-up, and return the seconds that it took; None if there was none, or it failed."""
+        """Wait for the warm-up, and return the seconds that it took; None if there was no warm-up, or if it failed."""
         self.end()
         return None if self._seconds is None or self._seconds.exception() else self._seconds.result()
 
@@ -302,8 +311,8 @@ class WarmUps:
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
     """Return tensors of a layer with experts for a warm-up, with any contents; None if there is no memory for them.
 
-    The tensors are in memory whose pages are not loaded yet. A resident page is in the memory that it will have, so
-    that its matrices are whole; all other pages share one slot.
+    The tensors are in memory that waits for pages. A resident page is in the memory that it is going to be loaded to,
+    so that its matrices are whole; all other pages share one slot.
     """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))

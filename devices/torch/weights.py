@@ -1,4 +1,4 @@
-"""The weights of a model on torch: resident pages, pages that are read into slots, pages on the host, mapped files."""
+"""The weights of a model on torch: resident pages, and pages that come to slots from files or the host's memory."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from .page_copies import PageCopies
 from .resident_pages import ResidentPages
 
 MOST_ARRANGING = 3
-"""Largest number of threads that pack resident pages while others are read; more would be slowed down by memory."""
+"""Largest number of threads that pack resident pages while others are read; the memory is too slow for more."""
 
 MOST_COPYING = 8
 """Largest number of threads that read pages for a GPU; a single one does not reach the rate of the page cache."""
 
 READS_IN_FLIGHT = 8
-"""Reads of one transfer at a time, so that the disk has work while a thread waits for a busy core."""
+"""Number of reads of one transfer at a time, so that the disk has work while a thread waits for a busy core."""
 
 MOST_PLACES = 4096
-"""Most combinations of slots for which the weights' number is kept; streamed weights come back to the same slots."""
+"""Largest number of combinations of slots for which a number of weights is kept; streamed weights reuse the slots."""
 
 _log = Log(__name__)
 
 
 class WeightStore:
-    """The weights of one model, from batch to batch; pages that are resident in successive batches are read once.
+    """The weights of one model for successive batches; pages that stay resident from batch to batch are read once.
 
     Args:
-        compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
+        compute: packs weights for the CPU, or has the GPU that pages are copied to.
         direct: whether to bypass the page cache when reading files, where the system allows that.
         map_files: whether a GPU copies pages directly from the page cache where that is possible.
 
@@ -82,7 +82,7 @@ class WeightStore:
         self.resident = ResidentPages(self.reader, compute)
         self.arenas: dict[Pool, Arena] = {}
         self._numbers: dict[Hashable, int] = {}
-        """For each combination of slots, the number of the first weights that were in these slots."""
+        """For each description of a layer with each combination of addresses, the number of the first weights there."""
         self._host = ""
         self._reading: Team | None = None
 
@@ -130,7 +130,7 @@ class WeightStore:
             done += pool.nbytes
 
     def let_go(self) -> None:
-        """Free the previous batch's memory, except weights that the next batch, too, may keep resident."""
+        """Free the previous batch's memory, except resident weights, which the next batch may keep."""
         self.resident.close()
         self.arenas = {}
         self._numbers = {}
@@ -150,13 +150,13 @@ class WeightStore:
         self.reader.close()
 
     def load(self, task: PageTransfer) -> None:
-        """Start to load the resident pages of weights that a task names; the host's pages have been read already."""
+        """Start to load the resident pages that a task names, except those of the host, which were read before."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
                 self.resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
-        """Read the pages of weights that a task names into its slots; where files are mapped, map the pages instead."""
+        """Read the pages that a task names into the task's slots; if files are mapped, map the pages instead."""
         pairs = list(zip(task.pages, task.slots, strict=True))
         if self._mapped is not None:
             for page, slot in pairs:
@@ -188,7 +188,7 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Number weights like earlier weights in the same memory, so that kernels bound to those are reused."""
+        """Give weights the number of earlier weights at the same addresses: kernels bound to these are then reused."""
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()
         weights.number = self._numbers.setdefault((weights.layer, weights.addresses()), weights.number)
@@ -198,7 +198,7 @@ class WeightStore:
         return self.arenas[slot.pool].slot(slot.index)
 
     def _map_files(self) -> MappedPages | None:
-        """Map the model's files from the page cache; returns None, with a warning, if the system refuses leases."""
+        """Map the model's files from the page cache; if the system refuses a lease, warn and return None."""
         try:
             return MappedPages(self._checkpoint, self._layout, self.reader)
         except OSError as error:
@@ -217,7 +217,7 @@ class WeightStore:
 
         Args:
             pages: number of pages to load.
-            most: the largest number of buffers on the CPU.
+            most: the largest number of buffers, if the accelerator is the CPU.
 
         Returns:
             uint8 tensors, each for the largest page.
@@ -262,10 +262,10 @@ class WeightStore:
 
 
 def merged_tensors(pages: Iterable[NamedBlocks], *, joins: bool, layer: Layer) -> Weights:
-    """Collect the tensors of some pages of a layer by name within the layer; q, k and v become one matrix "qkv".
+    """Collect the tensors of some pages of a layer, by their names within the layer; q, k and v become one, "qkv".
 
     Args:
-        pages: the row blocks of each page's tensors, by canonical name.
+        pages: for each page the row blocks of its tensors, by canonical name.
         joins: whether row blocks that follow each other in memory become one block.
         layer: description of the layer.
     """
