@@ -1,4 +1,4 @@
-"""Captures: the work that a stream records for an imitated CUDA graph, and calls that CUDA forbids while it does."""
+"""Captures: the work that a stream records for an imitated CUDA graph, and the calls that CUDA forbids meanwhile."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .compute import Compute
 
 
 class DeviceKV:
-    """Keeps one layer's keys and values of prompts on the accelerator, for prompts whose KV cache is on the host.
+    """Keeps keys and values of one layer at a time on the accelerator, for prompts whose KV cache is on the host.
 
     Each sequence begins at the start of a block, as in the cache, so that results have the same bits.
 

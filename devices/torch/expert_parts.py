@@ -84,8 +84,8 @@ class ExpertRunner:
     def apply(self, parts: Sequence[ExpertPart], expert: int | None, weights: Weights) -> None:
         """Run an expert on rows of one or several micro-batches, and write the outputs to each part's `y_nD`.
 
-        Each micro-batch's outputs have the same bits as if the expert ran on this micro-batch alone. If no row's result
-        depends on other rows, a kernel computes several parts in one call, which reads the weights once.
+        Each micro-batch's outputs have the same bits as if the expert ran on this micro-batch alone. A kernel that
+        computes each row independently of others computes several parts in one call, which reads the weights once.
 
         Args:
             parts: the rows of each micro-batch.

@@ -89,7 +89,7 @@ class KVStep:
 
     @cached_property
     def in_blocks(self) -> SequencesInBlocks:
-        """The number of tokens that each sequence has in its blocks, new ones included; and all sequences' blocks."""
+        """The blocks of all sequences, and each sequence's number of tokens in its blocks, new ones included."""
         lengths, blocks = array("q"), array("q")
         for growth in self._growths:
             lengths.append(growth.length)

@@ -56,7 +56,7 @@ class LoadedKV:
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
         """Store the new tokens' keys and values after the copied ones of their sequences; returns views of all.
 
-        step: not used; it is the step that the constructor got.
+        step: not used, since the constructor got the step.
         """
         start = 0
         for keys_SLKd, values_SLKd, new in self._views:

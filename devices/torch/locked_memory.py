@@ -1,7 +1,7 @@
 """Page-locked memory of the host for large buffers, which a GPU can copy from and to directly.
 
-This is ordinary memory that is registered with CUDA. Page-locked memory from torch itself is not used: its size is
-rounded up to a power of two, and the system may refuse direct reads of files into it.
+This is ordinary memory that is registered with CUDA. Torch's own page-locked memory would not do for large buffers: its
+size is rounded up to a power of two, and the system may refuse direct reads of files into it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from moesched.units import format_bytes
 from ..shared.arena import aligned_bytes, round_up
 
 PORTABLE, READ_ONLY = 1, 8
-"""Flags of CUDA: lock memory for all GPUs; lock it for reading only, as is required if the process may not write to it.
-"""
+"""Flags of CUDA: memory is locked for all GPUs; GPUs only read it, which is required if the process may not write."""
 
 _log = Log(__name__)
 
