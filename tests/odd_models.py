@@ -42,14 +42,7 @@ MIXTRAL = ModelConfig(
     dtype="float32",
 )
 DBRX = MIXTRAL.varied(
-    name="dbrx",
-    layers=4,
-    hidden=90,
-    window=None,
-    norm="layer",
-    clip=0.2,
-    form="dbrx",
-    transposed_down=True,
+    name="dbrx", layers=4, hidden=90, window=None, norm="layer", clip=0.2, form="dbrx", transposed_down=True
 )
 OLMOE = MIXTRAL.varied(
     name="olmoe",
@@ -108,10 +101,7 @@ _BIASED = FeedForward(
 )
 GPT_OSS = replace(
     MIXTRAL.varied(name="gpt-oss", hidden=90, form="gpt_oss"),
-    pattern=(
-        replace(_SINKS, feed_forward=_BIASED),
-        replace(_SINKS, feed_forward=_BIASED).varied(window=None),
-    )
+    pattern=(replace(_SINKS, feed_forward=_BIASED), replace(_SINKS, feed_forward=_BIASED).varied(window=None))
     * 2,
 )
 # Factors on embeddings, scores, residual and logits.
@@ -134,13 +124,7 @@ GRANITE = replace(
 )
 # Heads as attention kernels of GPUs take them.
 WIDE = MIXTRAL.varied(
-    name="wide",
-    hidden=64,
-    intermediate=96,
-    heads=2,
-    head_dim=128,
-    vocabulary=128,
-    window=None,
+    name="wide", hidden=64, intermediate=96, heads=2, head_dim=128, vocabulary=128, window=None
 )
 
 

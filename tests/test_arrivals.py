@@ -18,11 +18,7 @@ from moesched.trace import check_trace, read_trace
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
-MODEL: dict[str, Any] = {
-    "model": "mixtral-0.8b",
-    "machine": "t4",
-    "policy": "resident",
-}
+MODEL: dict[str, Any] = {"model": "mixtral-0.8b", "machine": "t4", "policy": "resident"}
 
 
 def test_random_arrivals_have_the_rate_and_the_lengths_that_were_given_and_depend_on_the_seed() -> None:

@@ -50,12 +50,7 @@ def test_help_is_printed_without_a_run_and_names_the_common_options(
 
 
 def benchmark(*, keeps_parts: bool = False) -> Benchmark:
-    return Benchmark(
-        __file__,
-        "A test.",
-        parts=("red", "redder", "blue"),
-        keeps_parts=keeps_parts,
-    )
+    return Benchmark(__file__, "A test.", parts=("red", "redder", "blue"), keeps_parts=keeps_parts)
 
 
 @pytest.mark.parametrize(

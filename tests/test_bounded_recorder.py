@@ -13,23 +13,11 @@ from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import Block, Kernel, Lane, PageTransfer
-from moesched.trace import (
-    About,
-    LastSteps,
-    Recorder,
-    check_trace,
-    summarize,
-    write_trace,
-)
+from moesched.trace import About, LastSteps, Recorder, check_trace, summarize, write_trace
 from moesched.trace.recorded_tasks import RankRecord
 from moesched.work import Work
 from runs import FORTY_PERCENT, make_plan, virtual_run
-from traces import (
-    edges_by_id,
-    kept,
-    task,
-    timetable,
-)
+from traces import edges_by_id, kept, task, timetable
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])

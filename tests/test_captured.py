@@ -217,9 +217,7 @@ def test_an_error_of_the_kernel_itself_is_raised(gpu: LaggingGpu) -> None:
 FOUR_LAYERS = WIDE.varied(name="four layers", layers=4)
 
 
-def test_streamed_weights_have_the_graphs_of_earlier_ones_in_the_same_slots(
-    tmp_path: Path,
-) -> None:
+def test_streamed_weights_have_the_graphs_of_earlier_ones_in_the_same_slots(tmp_path: Path) -> None:
     checkpoint = stored(FOUR_LAYERS, tmp_path)
 
     def logits(policy: str, weights: float) -> tuple[torch.Tensor, LaggingDevice]:

@@ -140,10 +140,7 @@ def test_a_dry_run_prints_what_would_start_the_nodes(tmp_path: Path, command: An
 
 @pytest.mark.parametrize(
     "environment",
-    [
-        {"RANK": "1", "WORLD_SIZE": "2"},
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-    ],
+    [{"RANK": "1", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}],
 )
 def test_the_rank_is_taken_from_what_torchrun_and_mpirun_set(environment: dict[str, str]) -> None:
     assert rank_given(environment, 2) == 1

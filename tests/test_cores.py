@@ -13,14 +13,7 @@ from moesched.errors import BadInput
 from moesched.jobs.simulate_model import simulate_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
-from moesched.system.cores import (
-    CorePlan,
-    affinity,
-    cpu_quota,
-    divided_cores,
-    require_threads,
-    usable_cores,
-)
+from moesched.system.cores import CorePlan, affinity, cpu_quota, divided_cores, require_threads, usable_cores
 
 UNLIMITED = 2**31
 TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"

@@ -10,15 +10,7 @@ from moesched.analysis.compare import compare_runs
 from moesched.analysis.compared_runs import run_of_recording
 from moesched.analysis.difference import Cause, Difference, explain_difference
 from moesched.errors import BadInput
-from moesched.trace import (
-    LaneName,
-    Recording,
-    Slice,
-    check_trace,
-    read_trace,
-    summarize,
-    write_trace,
-)
+from moesched.trace import LaneName, Recording, Slice, check_trace, read_trace, summarize, write_trace
 from runs import FORTY_PERCENT, realtime_run, virtual_run
 from traces import MEASURED, PREDICTED, events_of, slice_of, slices_of
 

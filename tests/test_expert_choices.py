@@ -17,14 +17,7 @@ from moesched.requests.batch import split_batch
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting
 from moesched.routing.generated import GeneratedChoices
-from moesched.routing.popularity import (
-    GENERATORS,
-    LikeMixtral,
-    Uniform,
-    Zipf,
-    expected_profile,
-    shares_of,
-)
+from moesched.routing.popularity import GENERATORS, LikeMixtral, Uniform, Zipf, expected_profile, shares_of
 from moesched.routing.sources import find_choices, find_profile
 from moesched.routing.statistics import statistics_of
 

@@ -62,10 +62,7 @@ MODELS = {
             Linear(factor=3.0),
             Yarn(factor=4.0, beta_fast=4.0, beta_slow=0.5, original_max_position_embeddings=256),
             Llama3(
-                factor=4.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=16,
+                factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
             ),
         )
     },

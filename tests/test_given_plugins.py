@@ -199,10 +199,7 @@ def test_integers_of_numpy_are_taken_as_ints(
     assert {type(token) for each in tokens or [] for token in each} == {int}
 
 
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [(10, "10"), ("10", "'10'"), (1e6, "1000000.0"), (None, "None")],
-)
+@pytest.mark.parametrize(("size", "shown"), [(10, "10"), ("10", "'10'"), (1e6, "1000000.0"), (None, "None")])
 def test_wrong_sizes_of_slots_are_refused_with_the_name_of_the_device(
     model: Path, size: Any, shown: str
 ) -> None:

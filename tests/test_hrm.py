@@ -43,14 +43,7 @@ DISK = Hierarchy(Level("host", 1000.0, 100.0), Level("disk", 0.0, 5.0), link=5.0
 # 4 heads and 2 KV heads of 2: queries are 8 wide, keys 4. An expert has 3 x 4 x 8 weights, 192 bytes in bfloat16.
 TINY = Operations(
     SHAPES["mixtral-0.8b"].varied(
-        name="tiny",
-        hidden=4,
-        intermediate=8,
-        heads=4,
-        kv_heads=2,
-        head_dim=2,
-        experts=4,
-        top_k=2,
+        name="tiny", hidden=4, intermediate=8, heads=4, kv_heads=2, head_dim=2, experts=4, top_k=2
     ),
     "bfloat16",
 )

@@ -85,8 +85,7 @@ def test_runs_are_chosen_alike_whatever_their_figures_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "runs"),
-    [([], 2), ([SLOW, SLOW], 3), ([SLOW] * 100, 6), ([FAST, SLOW, SLOW, FAST], 4)],
+    ("rates", "runs"), [([], 2), ([SLOW, SLOW], 3), ([SLOW] * 100, 6), ([FAST, SLOW, SLOW, FAST], 4)]
 )
 def test_runs_at_another_rate_are_done_again_up_to_three_times_as_many(rates: list[float], runs: int) -> None:
     """Rates before and after each run in turn; once they are used up, that of the calibration."""

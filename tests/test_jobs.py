@@ -131,11 +131,7 @@ def test_a_prediction_of_given_lengths_plans_what_the_run_does(model: Path) -> N
     }
     measured = moesched.run_model(model, prompts, max_new_tokens=4, **sizes)
     predicted = moesched.simulate_model(
-        model,
-        machine="auto",
-        workload=moesched.given_lengths([3, 1, 2], 4),
-        band=False,
-        **sizes,
+        model, machine="auto", workload=moesched.given_lengths([3, 1, 2], 4), band=False, **sizes
     )
     assert predicted.plan.micro_batch_size == measured.plan.micro_batch_size == 2
     assert predicted.lanes.keys() == measured.lanes.keys()

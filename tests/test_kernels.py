@@ -231,11 +231,7 @@ def test_a_kernel_whose_numbers_are_not_finite_is_suspected_where_plain_torch_ha
 ) -> None:
     with pytest.raises(moesched.MoeschedError, match="are when the step is computed again"):
         moesched.run_model(
-            model,
-            [[5, 6, 7]],
-            max_new_tokens=3,
-            dtype="float32",
-            device_settings={"own_kernels": NotFinite},
+            model, [[5, 6, 7]], max_new_tokens=3, dtype="float32", device_settings={"own_kernels": NotFinite}
         )
 
 

@@ -30,12 +30,7 @@ if TYPE_CHECKING:
     from moesched.devices.mlx.device import MlxDevice
 
 STEPS = 4
-VARIANTS: list[dict[str, Any]] = [
-    {"window": 2},
-    {"qk_norm": None, "clip": 0.05},
-    {"router": Router()},
-    {},
-]
+VARIANTS: list[dict[str, Any]] = [{"window": 2}, {"qk_norm": None, "clip": 0.05}, {"router": Router()}, {}]
 
 
 def with_layers(config: ModelConfig) -> ModelConfig:

@@ -159,11 +159,7 @@ def test_the_networks_of_the_cluster_paper_ship() -> None:
     figures = {name: load_network(name) for name in network_names()}
     assert {
         name: (each.latency_seconds, each.bandwidth, each.price_usd) for name, each in figures.items()
-    } == {
-        "10gbe": (1e-3, 1.25e9, 0),
-        "rocev2": (750e-9, 3.125e9, 339),
-        "infiniband": (600e-9, 25e9, 1267),
-    }
+    } == {"10gbe": (1e-3, 1.25e9, 0), "rocev2": (750e-9, 3.125e9, 339), "infiniband": (600e-9, 25e9, 1267)}
 
 
 @pytest.mark.parametrize("name", network_names())
@@ -180,10 +176,7 @@ def test_a_network_is_read_from_a_file(tmp_path: Path) -> None:
     assert load_network(str(file)) == Network(name="mine", latency_seconds=2e-6, bandwidth=1e9)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    table("broken_files.md", "Networks"),
-)
+@pytest.mark.parametrize(("text", "why"), table("broken_files.md", "Networks"))
 def test_a_broken_network_is_refused_with_its_file_and_key(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "broken.toml"
     file.write_text(text)

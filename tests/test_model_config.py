@@ -20,13 +20,7 @@ from moesched.models.reading import read_config
 from moesched.models.rotary import Rotary
 from moesched.models.shapes import SHAPES
 from small_models import TINY
-from stored_checkpoints import (
-    published,
-    refusal,
-    write,
-    write_config,
-    write_sharded,
-)
+from stored_checkpoints import published, refusal, write, write_config, write_sharded
 from tables import files, table
 
 PUBLISHED = files("published.md")
@@ -123,10 +117,7 @@ def test_a_config_in_no_known_encoding_is_refused(tmp_path: Path) -> None:
     assert "config.json: " in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    table("broken_files.md", "Configurations"),
-)
+@pytest.mark.parametrize(("changes", "complaint"), table("broken_files.md", "Configurations"))
 def test_a_model_that_the_kernels_do_not_compute_is_refused_with_its_value(
     tmp_path: Path, changes: dict[str, Any], complaint: str
 ) -> None:

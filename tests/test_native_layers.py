@@ -267,8 +267,7 @@ def check_parts(native: NativeKernels, config: ModelConfig, weights: Weights) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"),
-    [*((name, 16) for name in MODELS), *(("Mixtral", n) for n in (129, 513, 1100))],
+    ("name", "tokens"), [*((name, 16) for name in MODELS), *(("Mixtral", n) for n in (129, 513, 1100))]
 )
 def test_a_token_has_the_same_bits_alone_and_beside_few_or_many_others(
     native: NativeKernels, name: str, tokens: int

@@ -249,12 +249,7 @@ async def run_own(step: Step, routed: Mapping[int, int]) -> None:
     ("script", "error", "said", "centralised"),
     [
         (assign_at_once, OutOfOrder, r"assign: await route\(0, 0\) before", False),
-        (
-            run_own,
-            OutOfOrder,
-            "embed: node 1 does not attend, as the plan is centralised",
-            True,
-        ),
+        (run_own, OutOfOrder, "embed: node 1 does not attend, as the plan is centralised", True),
         (
             run_the_layer_as_one_kernel,
             PolicyError,

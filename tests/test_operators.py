@@ -59,14 +59,7 @@ AT_ENDS = 2
 
 @pytest.mark.parametrize(
     "row",
-    [
-        TritonAttentionInputs,
-        TritonOutputProjection,
-        TritonRoute,
-        TritonExpert,
-        TritonCombine,
-        TritonLogits,
-    ],
+    [TritonAttentionInputs, TritonOutputProjection, TritonRoute, TritonExpert, TritonCombine, TritonLogits],
 )
 def test_a_row_keeps_the_promises_of_the_table(row: type[TritonKernel]) -> None:
     class OnHost(row):  # type: ignore[misc, valid-type]  # a class of the parameters

@@ -131,11 +131,7 @@ def test_an_unknown_or_missing_keyword_is_refused_with_the_valid_ones() -> None:
 def test_a_part_of_the_options_is_what_they_say_of_it() -> None:
     given = RunOptions("nowhere", [[1]], batch_size=4)
     assert given.sizes == SizeOptions(batch_size=4)
-    assert part_of(given, SizeOptions) == {
-        "batch_size": 4,
-        "micro_batch_size": None,
-        "prefill_chunk": None,
-    }
+    assert part_of(given, SizeOptions) == {"batch_size": 4, "micro_batch_size": None, "prefill_chunk": None}
 
 
 def test_flags_that_were_given_are_named() -> None:
@@ -258,18 +254,10 @@ def test_a_simulation_refuses_a_value_of_another_type_in_one_line(given: dict[st
         ),
         (moesched.reproduce_paper, (None,), "paper is None: give str"),
         (moesched.reproduce_paper, ("twiddler", "beams"), "only is 'beams': give Sequence[str]"),
-        (
-            moesched.reproduce_paper,
-            ("twiddler", [3]),
-            "no section 3: name one of …",
-        ),
+        (moesched.reproduce_paper, ("twiddler", [3]), "no section 3: name one of …"),
         (moesched.calibrate_machine, (3,), "out is 3: give Path | str | None"),
         (moesched.compare_runs, (3,), "the path of a run is 3: give a text or a Path"),
-        (
-            with_keywords(moesched.compare_runs, trace=3),
-            (["a", "b"],),
-            "trace is 3: give Path | str | None",
-        ),
+        (with_keywords(moesched.compare_runs, trace=3), (["a", "b"],), "trace is 3: give Path | str | None"),
         (
             moesched.write_report,
             ("report.json", {}),

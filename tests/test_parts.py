@@ -52,10 +52,7 @@ def test_the_figures_of_a_gpu_are_plausible(name: str) -> None:
         assert gpu.float8 == pytest.approx(2 * gpu.half, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("series", "times"),
-    table("published.md", "Series of GPUs"),
-)
+@pytest.mark.parametrize(("series", "times"), table("published.md", "Series of GPUs"))
 def test_the_matrix_units_of_a_series_have_one_ratio_to_its_cores(series: str, times: float) -> None:
     gpus = [gpu for gpu in library().gpus.values() if gpu.series == series]
     assert len(gpus) >= 3
@@ -94,10 +91,7 @@ def test_a_gpu_is_found_however_it_is_spelt(spelt: str, name: str, count: int) -
     assert (gpu.name, found) == (name, count)
 
 
-@pytest.mark.parametrize(
-    ("spelt", "meant"),
-    table("published.md", "CPUs"),
-)
+@pytest.mark.parametrize(("spelt", "meant"), table("published.md", "CPUs"))
 def test_a_cpu_is_found_however_it_is_spelt(spelt: str, meant: str) -> None:
     assert find_cpu(spelt)[0].name == meant
 

@@ -20,12 +20,7 @@ from benchmarks.record.results import ROOT
 from benchmarks.shared.limits import limit_of, measured_flops, read_limit
 
 DOINGS = ("answer", "raise", "hang", "end")
-FAKE = Peer(
-    "fake",
-    "fake_peer",
-    settings={doing: {"do": doing} for doing in DOINGS},
-    seconds=3.0,
-)
+FAKE = Peer("fake", "fake_peer", settings={doing: {"do": doing} for doing in DOINGS}, seconds=3.0)
 
 
 def start(peer: Peer, *arguments: str) -> Worker:
@@ -131,8 +126,7 @@ def test_ratios_are_of_the_best_settings_in_the_rounds_that_nobody_disturbed() -
 
 
 @pytest.mark.parametrize(
-    ("theirs", "median", "steady"),
-    [([75.0, 48.0, 48.0, 50.0], 2.0, 3), ([75.0, 48.0, 75.0, 50.0], 4.5, 2)],
+    ("theirs", "median", "steady"), [([75.0, 48.0, 48.0, 50.0], 2.0, 3), ([75.0, 48.0, 75.0, 50.0], 4.5, 2)]
 )
 def test_ratios_leave_out_rounds_in_which_memory_changed_its_rate_if_three_remain(
     theirs: list[float], median: float, steady: int

@@ -213,10 +213,7 @@ def seated_with(seated: tuple[Path, Cluster], folders: list[Path]) -> Path:
 
 
 def test_nodes_with_their_own_experts_files_give_the_tokens_of_the_whole_model(
-    seated: tuple[Path, Cluster],
-    forks: ForkServer,
-    parts: list[Path],
-    expected: dict[str, list[list[int]]],
+    seated: tuple[Path, Cluster], forks: ForkServer, parts: list[Path], expected: dict[str, list[list[int]]]
 ) -> None:
     report = run_seated(seated_with(seated, parts), forks, parts[0], policy="ep_naive")
     assert report.tokens == expected["mixtral"]

@@ -57,10 +57,7 @@ def test_a_file_holds_one_prompt_a_line_as_text_or_ids(tmp_path: Path) -> None:
     assert read_prompts(file) == ["a b", [1, 2]]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [row for (row,) in table("broken_files.md", "Prompts")],
-)
+@pytest.mark.parametrize("line", [row for (row,) in table("broken_files.md", "Prompts")])
 def test_a_line_that_is_no_prompt_is_told_with_file_and_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n')
@@ -257,10 +254,7 @@ def test_a_workload_is_read_from_a_file(tmp_path: Path) -> None:
     assert load_workload(str(file)) == Workload(name="mine", new_tokens=(8,), prompt_tokens=(3, 4))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    table("broken_files.md", "Workloads"),
-)
+@pytest.mark.parametrize(("text", "said"), table("broken_files.md", "Workloads"))
 def test_a_file_that_is_no_workload_is_told_with_its_name(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(text)

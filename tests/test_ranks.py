@@ -39,13 +39,7 @@ from test_nodes import MIXTRAL, NEW_TOKENS, PROMPTS, expected
 MACHINE = (Path(__file__).parent / "machines" / "two-slow.toml").read_text()
 
 DBRX = SMALL.varied(
-    layers=3,
-    name="dbrx",
-    form="dbrx",
-    transposed_down=True,
-    norm="layer",
-    clip=8.0,
-    rotary=Rotary(theta=5e5),
+    layers=3, name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rotary=Rotary(theta=5e5)
 )
 QWEN = SMALL.varied(layers=3, name="qwen", form="qwen3_moe", qk_norm="head")
 TIED = SMALL.varied(layers=2, name="tied", tied_embeddings=True)

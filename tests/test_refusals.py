@@ -16,12 +16,7 @@ TYPED = [each for block in blocks(PAGE) for each in commands(block)]
 
 @pytest.mark.parametrize(("typed", "said"), TYPED, ids=[shlex.join(typed[1:]) for typed, _ in TYPED])
 def test_a_command_is_refused_in_one_line_and_leaves_nothing_behind(
-    command: Any,
-    no_text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    typed: list[str],
-    said: str,
+    command: Any, no_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"

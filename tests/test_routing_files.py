@@ -81,10 +81,7 @@ def test_rows_may_come_in_any_order_with_spaces_blank_lines_and_comments(tmp_pat
     assert read_routing_profile(file).counts == ((2, 1),)
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    table("broken_files.md", "Routing profiles"),
-)
+@pytest.mark.parametrize(("text", "told"), table("broken_files.md", "Routing profiles"))
 def test_a_broken_line_is_named(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(BadInput, match=r"routing\.csv ?" + told):
         read_routing_profile(written(tmp_path, text))

@@ -163,10 +163,7 @@ def changed(token: int, layer: int, experts: list[int]) -> Any:
             ": its number of layers is 4, but small has 2: give a trace of that model",
         ),
         (ONE.chosen[:, :1], ": its number of layers is 1, but small has 2: give a trace of that model"),
-        (
-            ONE.chosen[..., :1],
-            ": a token has 1 experts, but small has top 2: give a trace of that model",
-        ),
+        (ONE.chosen[..., :1], ": a token has 1 experts, but small has top 2: give a trace of that model"),
         (ONE.chosen[:0], " has shape (0, 2, 2) of uint8: give a trace, integers (tokens, layers, top_k)"),
         (ONE.chosen[0], " has shape (2, 2) of uint8: give a trace, integers (tokens, layers, top_k)"),
         (np.array("x"), " has shape () of str32: give a trace, integers"),
@@ -294,10 +291,7 @@ def _rows_of(trace: RoutingTrace) -> list[tuple[tuple[int, int], list[int]]]:
 ROWS = "layer,token,experts\n0,0,0 1\n1,0,2 3\n0,1,0 2\n1,1,1 3\n"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "told"),
-    table("broken_files.md", "Routing traces"),
-)
+@pytest.mark.parametrize(("old", "new", "told"), table("broken_files.md", "Routing traces"))
 def test_a_bad_row_is_refused_by_its_line_or_place(tmp_path: Path, old: str, new: str, told: str) -> None:
     assert ROWS.count(old) == 1
     (tmp_path / "a.csv").write_text(ROWS.replace(old, new))

@@ -95,10 +95,7 @@ def test_three_tiers_are_in_use_at_once(reference: Reference) -> None:
 )
 @pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
 def test_the_next_batch_finds_the_weights_that_stay(
-    reference: Reference,
-    machine: Machine,
-    policy: str,
-    weights: tuple[float, ...],
+    reference: Reference, machine: Machine, policy: str, weights: tuple[float, ...]
 ) -> None:
     device = TorchDevice(reference.checkpoint, reference.layout, keep_logits=True)
     read = []

@@ -133,10 +133,7 @@ async def test_the_bytes_of_a_character_that_spans_tokens_are_told_token_by_toke
 
 async def test_the_parts_of_a_message_and_an_answer_that_is_sent_back_are_text(server: Server) -> None:
     first = await chat(server, max_tokens=tokens_of(SAYS))
-    parts: Any = {
-        "role": "user",
-        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-    }
+    parts: Any = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     messages: Any = [*HELLO, first.choices[0].message, parts]
     await server.openai.chat.completions.create(model="fake", messages=messages, max_tokens=1)
     assert tiny_tokenizer().decode(server.engine.asked[-1].ids) == f"Hello\n{SAYS}\nab"

@@ -44,10 +44,7 @@ GIGA = 1e9
 # ---------------------------------------------------------------- published figures
 
 
-@pytest.mark.parametrize(
-    ("name", "total", "active", "digit"),
-    table("published.md", "Parameters"),
-)
+@pytest.mark.parametrize(("name", "total", "active", "digit"), table("published.md", "Parameters"))
 def test_parameters_are_the_published_ones(
     name: str, total: float | None, active: float | None, digit: float
 ) -> None:
@@ -60,18 +57,12 @@ def test_parameters_are_the_published_ones(
         assert count_weights(config) / GIGA == pytest.approx(total, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "stored_as", "published"),
-    table("published.md", "Bytes of files"),
-)
+@pytest.mark.parametrize(("name", "stored_as", "published"), table("published.md", "Bytes of files"))
 def test_bytes_are_those_of_the_published_files(name: str, stored_as: str | None, published: float) -> None:
     assert file_bytes(find_shape(name, stored_as)) == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "stored_as", "gibibytes"),
-    table("published.md", "GiB of text models"),
-)
+@pytest.mark.parametrize(("name", "stored_as", "gibibytes"), table("published.md", "GiB of text models"))
 def test_files_without_prediction_layers_and_encoders_are_smaller(
     name: str, stored_as: str, gibibytes: float
 ) -> None:
@@ -225,10 +216,7 @@ def test_a_folder_without_kernels_for_it_is_simulated_and_not_run(command: Any, 
     assert len(said.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("quantization", "name"),
-    table("published.md", "Formats of quantisation_config"),
-)
+@pytest.mark.parametrize(("quantization", "name"), table("published.md", "Formats of quantisation_config"))
 def test_the_format_has_the_bits_that_quantization_config_gives(
     tmp_path: Path, quantization: dict[str, Any], name: str
 ) -> None:
@@ -237,10 +225,7 @@ def test_the_format_has_the_bits_that_quantization_config_gives(
     assert find_shape(tmp_path).format == name
 
 
-@pytest.mark.parametrize(
-    ("quantization", "complaint"),
-    table("broken_files.md", "Quantisations"),
-)
+@pytest.mark.parametrize(("quantization", "complaint"), table("broken_files.md", "Quantisations"))
 def test_other_bits_are_refused_with_their_number(
     tmp_path: Path, quantization: dict[str, Any], complaint: str
 ) -> None:

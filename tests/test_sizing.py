@@ -33,12 +33,7 @@ pytestmark = pytest.mark.usefixtures("as_users_run")
 
 T4 = load_machine("t4")
 LAPTOP = unified_machine(
-    "laptop",
-    memory=10**10,
-    disk=10**12,
-    flops={"bfloat16": 1e11},
-    memory_bandwidth=1e10,
-    disk_bandwidth=1e9,
+    "laptop", memory=10**10, disk=10**12, flops={"bfloat16": 1e11}, memory_bandwidth=1e10, disk_bandwidth=1e9
 )
 CACHE = 8192
 """Bytes of the KV cache for a token."""

@@ -14,15 +14,7 @@ from commands import SIMULATE, Said
 from moesched import JobReport
 from moesched.errors import BadInput
 from moesched.inputs.lookup import find_shape
-from moesched.machines import (
-    Contention,
-    Machine,
-    Staging,
-    Tier,
-    load_machine,
-    machine_names,
-    parse_machine,
-)
+from moesched.machines import Contention, Machine, Staging, Tier, load_machine, machine_names, parse_machine
 from moesched.machines.commented_toml import commented_toml
 from moesched.machines.local import unified_machine
 from moesched.machines.staging import staged

@@ -397,10 +397,7 @@ def test_a_picture_of_many_series_names_the_best(tmp_path: Path) -> None:
     assert ">the best 20 of 24<" in drawn
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    table("broken_files.md", "Sweeps"),
-)
+@pytest.mark.parametrize(("text", "said"), table("broken_files.md", "Sweeps"))
 def test_a_file_that_is_no_sweep_is_refused_in_one_line(
     command: Any, tmp_path: Path, text: str, said: str
 ) -> None:

@@ -80,10 +80,7 @@ def test_a_window_can_be_chosen_by_steps_layers_or_times(given: dict[str, str], 
     assert choose_window(steps_of(50, 4, 8, 8, 9), **given) == window
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    table("broken_files.md", "Windows"),
-)
+@pytest.mark.parametrize(("given", "told"), table("broken_files.md", "Windows"))
 def test_a_window_that_cannot_be_is_refused(given: dict[str, str], told: str) -> None:
     with pytest.raises(BadInput, match=told):
         choose_window(steps_of(50, 4, 8), **given)

@@ -18,15 +18,7 @@ from moesched.errors import BadInput
 from moesched.plugins import make_policy
 from moesched.steps.memory import slots_of
 from moesched.tasks import Block, Kernel, Lane, Task
-from moesched.trace import (
-    About,
-    Recorder,
-    check_trace,
-    critical_path,
-    read_trace,
-    summarize,
-    write_trace,
-)
+from moesched.trace import About, Recorder, check_trace, critical_path, read_trace, summarize, write_trace
 from runs import Run, realtime_run, staged_run, virtual_run
 from traces import (
     by_hand,

@@ -157,10 +157,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
     "a task twice": (repeat_a_task, "has several slices"),
     "a slice without args": (change(3, args={}), "Object missing required field `task`"),
     "no critical path": (drop_the_critical_path, "the critical path is missing"),
-    "a critical path elsewhere": (
-        change(-1, dur=msgspec.Raw(b"0.001")),
-        "is not the slice of a task",
-    ),
+    "a critical path elsewhere": (change(-1, dur=msgspec.Raw(b"0.001")), "is not the slice of a task"),
     "a negative counter": (
         change_first("C", args={"reserved_bytes": -1, "page_bytes": 0}),
         "reserved_bytes is -1, not a number of 0 or more",

@@ -24,13 +24,7 @@ from moesched.machines.sustained import at_peak, rates_of
 from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
 from moesched.planner.trial_run import trial_run
-from moesched.planner.uncertainty import (
-    FIGURES,
-    OMITTED,
-    Figures,
-    Uncertainty,
-    uncertainty,
-)
+from moesched.planner.uncertainty import FIGURES, OMITTED, Figures, Uncertainty, uncertainty
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.listeners import Listener

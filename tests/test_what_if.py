@@ -95,10 +95,7 @@ def test_a_trace_carries_the_costs_of_a_prediction(tmp_path: Path) -> None:
     assert what_if(read, ["link host->gpu x2"]) == what_if(recording, ["link host->gpu x2"])
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    table("broken_files.md", "Changes of a run"),
-)
+@pytest.mark.parametrize(("change", "told"), table("broken_files.md", "Changes of a run"))
 def test_a_change_of_nothing_is_refused(change: str, told: str) -> None:
     with pytest.raises(BadInput, match=told):
         what_if(simulated("cgopipe"), [change])

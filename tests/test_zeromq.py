@@ -131,10 +131,7 @@ def test_a_rank_that_is_too_far_ahead_is_named(tmp_path: Path) -> None:
             lambda one: one.gather(one.rank, FIRST, ONE, one.rank),
             ["gather #0 with root 0", "gather #0 with root 1"],
         ),
-        (
-            lambda one: one.all_reduce(one.rank, Exchange(one.rank), ONE),
-            ["all-reduce #0", "all-reduce #1"],
-        ),
+        (lambda one: one.all_reduce(one.rank, Exchange(one.rank), ONE), ["all-reduce #0", "all-reduce #1"]),
     ],
     ids=["parts of different shapes", "each waits for the other", "another order"],
 )

@@ -315,12 +315,7 @@ def test_a_launcher_s_orders_that_are_sent_again_are_dropped() -> None:
     launcher.curve_publickey, launcher.curve_secretkey = LAUNCHER.public.encode(), LAUNCHER.secret.encode()
     port = launcher.bind_to_random_port("tcp://127.0.0.1")
     stopped: list[AllLoaded | Stop] = []
-    link = ControlLink(
-        cluster(port=port).launcher,
-        NODES[0],
-        on_epoch=stopped.append,
-        on_gone=lambda: None,
-    )
+    link = ControlLink(cluster(port=port).launcher, NODES[0], on_epoch=stopped.append, on_gone=lambda: None)
     stop, end = Stop(epoch=0, reason="a node is lost", serial=2), Quit(serial=3)
 
     def answer() -> None:
