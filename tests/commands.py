@@ -7,16 +7,9 @@ import re
 from typing import Any, NamedTuple
 
 RUN_KEYS = {
-    "tokens",
-    "text",
-    "prefill_seconds",
-    "decode_tokens_per_second",
-    "throughput_tokens_per_second",
-    "peak_bytes",
-    "lanes",
-    "policy",
-    "plan",
-}
+    "tokens", "text", "prefill_seconds", "decode_tokens_per_second", "throughput_tokens_per_second",
+    "peak_bytes", "lanes", "policy", "plan",
+}  # fmt: skip
 """Keys in the JSON of every run and simulation."""
 
 ONLY_FIGURES = ("--no-band", "--no-helps")

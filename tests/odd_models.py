@@ -45,16 +45,9 @@ DBRX = MIXTRAL.varied(
     name="dbrx", layers=4, hidden=90, window=None, norm="layer", clip=0.2, form="dbrx", transposed_down=True
 )
 OLMOE = MIXTRAL.varied(
-    name="olmoe",
-    layers=4,
-    experts=7,
-    top_k=4,
-    hidden=90,
-    window=None,
-    qk_norm="projection",
-    router=Router(normalised=False),
-    form="olmoe",
-)
+    name="olmoe", layers=4, experts=7, top_k=4, hidden=90, window=None, qk_norm="projection",
+    router=Router(normalised=False), form="olmoe",
+)  # fmt: skip
 MINIMAX = MIXTRAL.varied(
     name="minimax",
     layers=4,
@@ -107,21 +100,13 @@ GPT_OSS = replace(
 # Factors on embeddings, scores, residual and logits.
 GRANITE = replace(
     MIXTRAL.varied(
-        name="granite",
-        layers=4,
-        experts=7,
-        top_k=3,
-        intermediate=25,
-        hidden=90,
-        window=None,
-        scale=0.3,
-        router=Router(scale=0.7),
-        form="granite_moe",
+        name="granite", layers=4, experts=7, top_k=3, intermediate=25, hidden=90, window=None, scale=0.3,
+        router=Router(scale=0.7), form="granite_moe",
     ),
     embedding_factor=3.0,
     residual_factor=0.7,
     logits_factor=0.4,
-)
+)  # fmt: skip
 # Heads as attention kernels of GPUs take them.
 WIDE = MIXTRAL.varied(
     name="wide", hidden=64, intermediate=96, heads=2, head_dim=128, vocabulary=128, window=None

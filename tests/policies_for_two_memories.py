@@ -30,16 +30,7 @@ POLICIES: list[tuple[str, dict[str, int]]] = [
 ]
 
 STREAM_MOST = {
-    "layer_streaming",
-    "cgopipe",
-    "flexgen",
-    "flexgen_cpu",
-    "expert_streaming",
-    "cpu_ffn",
-    "layer_split",
-    "three_tiers",
-    "flexgen_synchronous",
-    "flexgen_pipeline",
-    "moe_gen",
-}
+    "layer_streaming", "cgopipe", "flexgen", "flexgen_cpu", "expert_streaming", "cpu_ffn", "layer_split",
+    "three_tiers", "flexgen_synchronous", "flexgen_pipeline", "moe_gen",
+}  # fmt: skip
 """Policies that run where fast memory has room for a part of the weights; others stream by settings, or keep all."""

@@ -12,41 +12,17 @@ from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 
 SMALL = SHAPES["mixtral-0.8b"].varied(
-    name="small",
-    layers=4,
-    hidden=32,
-    intermediate=48,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    experts=4,
-    vocabulary=256,
-    max_positions=200_000,
-    stop_tokens=(),
-)
+    name="small", layers=4, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, experts=4,
+    vocabulary=256, max_positions=200_000, stop_tokens=(),
+)  # fmt: skip
 SMALL_DBRX = SHAPES["dbrx"].varied(
-    layers=2,
-    hidden=48,
-    intermediate=40,
-    heads=6,
-    kv_heads=2,
-    head_dim=8,
-    experts=5,
-    top_k=3,
-    vocabulary=97,
+    layers=2, hidden=48, intermediate=40, heads=6, kv_heads=2, head_dim=8, experts=5, top_k=3, vocabulary=97,
     stop_tokens=(),
-)
+)  # fmt: skip
 TINY = SHAPES["mixtral-0.8b"].varied(
-    layers=2,
-    hidden=64,
-    intermediate=96,
-    heads=4,
-    kv_heads=2,
-    head_dim=24,
-    experts=3,
-    vocabulary=128,
+    layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=24, experts=3, vocabulary=128,
     max_positions=256,
-)
+)  # fmt: skip
 """Its weights are a few hundred kilobytes."""
 
 

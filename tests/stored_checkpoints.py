@@ -17,18 +17,10 @@ from moesched.models.tensors import tensor_shapes
 Weights = dict[str, bytes | tuple[str, list[int], bytes]]
 
 TINY: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_size": 6,
-    "intermediate_size": 5,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "vocab_size": 11,
-    "torch_dtype": "float32",
-}
+    "model_type": "mixtral", "hidden_size": 6, "intermediate_size": 5, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4, "num_local_experts": 3,
+    "num_experts_per_tok": 2, "vocab_size": 11, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 class Stored:

@@ -21,15 +21,9 @@ from moesched.plugins import make_policy
 from odd_models import MIXTRAL, OLMOE
 
 SIZES = {
-    "layers": 3,
-    "hidden": 256,
-    "intermediate": 256,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "experts": 4,
+    "layers": 3, "hidden": 256, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 4,
     "top_k": 2,
-}
+}  # fmt: skip
 PLAIN = MIXTRAL.varied(**SIZES)
 NORMED = OLMOE.varied(**SIZES)
 PAGE_BYTES = 129 * 256 * 4 + 4096

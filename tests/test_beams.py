@@ -27,14 +27,8 @@ from small_models import small_model
 
 STOP_TOKENS = [3, 14, 15, 92, 65]
 POLICIES = [
-    "layer_streaming",
-    "cgopipe",
-    "expert_streaming",
-    "fastdecode",
-    "flexgen",
-    "flexgen_cpu",
-    "adversarial",
-]
+    "layer_streaming", "cgopipe", "expert_streaming", "fastdecode", "flexgen", "flexgen_cpu", "adversarial",
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------- Hugging Face

@@ -164,16 +164,10 @@ def test_another_name_that_transformers_takes_for_a_key_says_the_same(
 
 
 SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 6,
-    "vocab_size": 100,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "bos_token_id": None,
+    "hidden_size": 64, "num_hidden_layers": 6, "vocab_size": 100, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "bos_token_id": None,
     "eos_token_id": None,
-}
+}  # fmt: skip
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OTHERWISE_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = OTHERWISE_ROUTED | {

@@ -99,15 +99,8 @@ def test_every_public_name_is_in_the_reference() -> None:
 MACHINE_FILE = (Machine, Processor, Tier, Link, Roles, AcceleratorGroup, Interconnect, WiredMemory, Staging)
 STRUCTS = (*MACHINE_FILE, CostPoint, Contention, Network)
 TABLES = (
-    "processors",
-    "memories",
-    "links",
-    "roles",
-    "accelerator_group",
-    "network",
-    "wired_memory",
-    "staging",
-)
+    "processors", "memories", "links", "roles", "accelerator_group", "network", "wired_memory", "staging",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)

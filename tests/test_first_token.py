@@ -55,22 +55,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def test_a_run_loads_nothing_that_only_others_need(ended: Ended) -> None:
     assert ended.code == 0
     assert not {
-        "structlog",
-        "highspy",
-        "moesched.report.page",
-        "tokenizers",
-        "zmq",
-        "matplotlib",
-        "sympy",
-        "torch._dynamo",
-        "torch._inductor",
-        "transformers",
-        "moesched.calibration.calibrate",
-        "moesched.cluster.node",
-        "moesched.jobs.simulate_model",
-        "moesched.planner.rivals",
+        "structlog", "highspy", "moesched.report.page", "tokenizers", "zmq", "matplotlib", "sympy",
+        "torch._dynamo", "torch._inductor", "transformers", "moesched.calibration.calibrate",
+        "moesched.cluster.node", "moesched.jobs.simulate_model", "moesched.planner.rivals",
         "moesched.sweeps.sweep",
-    }.intersection(ended.modules)
+    }.intersection(ended.modules)  # fmt: skip
 
 
 def test_a_run_loads_what_explains_it_after_its_first_token(ended: Ended) -> None:

@@ -53,17 +53,9 @@ Tensor = torch.Tensor
 def small(shape: str, **changes: Any) -> ModelConfig:
     """A named shape, made small."""
     sizes: dict[str, Any] = {
-        "layers": 2,
-        "hidden": 48,
-        "intermediate": 20,
-        "heads": 6,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "experts": 9,
-        "top_k": 3,
-        "vocabulary": 97,
-        "stop_tokens": (),
-    }
+        "layers": 2, "hidden": 48, "intermediate": 20, "heads": 6, "kv_heads": 2, "head_dim": 8, "experts": 9,
+        "top_k": 3, "vocabulary": 97, "stop_tokens": (),
+    }  # fmt: skip
     return SHAPES[shape].varied(**(sizes | changes))
 
 
@@ -74,14 +66,8 @@ SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe
 
 
 FAMILIES = [
-    random_qwen,
-    random_olmoe,
-    random_dbrx,
-    random_minimax,
-    random_gpt_oss,
-    random_granite,
-    random_mixtral,
-]
+    random_qwen, random_olmoe, random_dbrx, random_minimax, random_gpt_oss, random_granite, random_mixtral,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("seed", "make"), [*zip(range(14), cycle(FAMILIES))])

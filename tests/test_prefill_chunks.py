@@ -40,17 +40,9 @@ from runs import predicted
 from small_models import SMALL, small_model
 
 POLICIES = (
-    "resident",
-    "layer_streaming",
-    "cgopipe",
-    "flexgen",
-    "flexgen_cpu",
-    "expert_streaming",
-    "cpu_ffn",
-    "twiddler",
-    "layer_split",
-    "adversarial",
-)
+    "resident", "layer_streaming", "cgopipe", "flexgen", "flexgen_cpu", "expert_streaming", "cpu_ffn",
+    "twiddler", "layer_split", "adversarial",
+)  # fmt: skip
 LENGTHS = (70, 13, 45)
 EMULATED: dict[str, Any] = {"device": "emulated", "machine": "t4", "device_settings": {"dilation": 1}}
 

@@ -147,17 +147,9 @@ def test_moe_lightning_attends_slower_where_its_products_of_16_bits_have_no_wide
 def cell(system: str, paper: float, ours: float, column: int = 0, fit: str | None = None) -> Cell:
     row = Row(system=system, tokens_per_second=paper, micro_batch_size=1, micro_batches=1, fit=fit)
     predicted = Predicted(
-        tokens_per_second=ours,
-        batch_size=1,
-        micro_batch_size=1,
-        prefill_seconds=1.0,
-        step_seconds=1.0,
-        bound_by="accelerator",
-        busy=1.0,
-        weights_on_gpu=0.0,
-        gpu_budget=1.0,
-        host_bytes=0,
-    )
+        tokens_per_second=ours, batch_size=1, micro_batch_size=1, prefill_seconds=1.0, step_seconds=1.0,
+        bound_by="accelerator", busy=1.0, weights_on_gpu=0.0, gpu_budget=1.0, host_bytes=0,
+    )  # fmt: skip
     return Cell(column=PAPER.cells[column], row=row, predicted=predicted, as_drawn=predicted)
 
 

@@ -142,14 +142,9 @@ FIGURES = MachineFacts({"t4": "gpu", "l4": "gpu"}, {"t4": 0.36})
 
 
 POINT: dict[str, Any] = {
-    "model": "mixtral-0.8b",
-    "machine": "t4",
-    "policy": "cgopipe",
-    "workload": "mtbench",
-    "gen": 2,
-    "batch_size": 2,
-    "micro_batch_size": 1,
-}
+    "model": "mixtral-0.8b", "machine": "t4", "policy": "cgopipe", "workload": "mtbench", "gen": 2,
+    "batch_size": 2, "micro_batch_size": 1,
+}  # fmt: skip
 ON_DEMAND = {"policy": "expert_cache", "gen": 4, "budgets": {"gpu": "700MB"}}
 EXPERT_PARALLEL = {"machine": "m2-ultra", "policy": "ep_naive", "nodes": 2, "network": "10gbe"}
 

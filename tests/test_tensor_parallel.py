@@ -44,14 +44,8 @@ from moesched.work import Work
 from small_models import SMALL
 
 POLICIES = [
-    "cgopipe",
-    "layer_streaming",
-    "flexgen",
-    "flexgen_cpu",
-    "expert_streaming",
-    "resident",
-    "adversarial",
-]
+    "cgopipe", "layer_streaming", "flexgen", "flexgen_cpu", "expert_streaming", "resident", "adversarial",
+]  # fmt: skip
 
 MODEL = SMALL.varied(heads=8, kv_heads=4)
 RING = 2 * 3 / 4  # what each of four ranks sends for each byte of a sum

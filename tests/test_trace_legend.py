@@ -34,23 +34,9 @@ from traces import Event
 PAGE = (Path(__file__).parent.parent / "docs" / "traces.md").read_text(encoding="utf-8")
 LANE = LaneName(0, "gpu")
 TASK = TaskInfo(
-    "fetch L0",
-    "fetch",
-    "PageTransfer",
-    "copy",
-    "link",
-    0,
-    0,
-    0,
-    8.0,
-    8.0,
-    1,
-    1,
-    "experts in gpu",
-    1,
-    "L0 E0 #0",
-    4,
-)
+    "fetch L0", "fetch", "PageTransfer", "copy", "link", 0, 0, 0, 8.0, 8.0, 1, 1, "experts in gpu", 1,
+    "L0 E0 #0", 4,
+)  # fmt: skip
 SLICE = Slice(1, LANE, TASK, 1, 10, 20, "failed", 1, "p.py:3", 2, 1, 1, 0, {0: 1})
 ABOUT = About(
     driver="realtime",
