@@ -130,14 +130,17 @@ def test_two_accelerators_give_the_tokens_of_one(folder: Path, model: str, polic
     assert report.tokens == expected(folder / model)
 
 
-def test_experts_are_cut_by_rows_and_joined_on_both_accelerators(folder: Path) -> None:
-    report = run_two(folder, "mixtral", policy="moesched.testing.random_rows:RandomRows", budgets={})
-    assert report.tokens == expected(folder / "mixtral")
-
-
-def test_heads_that_are_normalised_one_by_one_are_cut_too(folder: Path) -> None:
-    report = run_two(folder, "qwen", policy="resident", budgets={})
-    assert report.tokens == expected(folder / "qwen")
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        ("mixtral", "moesched.testing.random_rows:RandomRows"),
+        ("qwen", "resident"),
+        ("tied", "resident"),
+    ],
+    ids=["experts cut by rows", "heads normalised one by one", "an lm_head that is the embedding"],
+)
+def test_both_accelerators_have_their_parts_of(folder: Path, model: str, policy: str) -> None:
+    assert run_two(folder, model, policy=policy, budgets={}).tokens == expected(folder / model)
 
 
 def test_two_accelerators_find_the_beams_of_one(folder: Path) -> None:
@@ -147,11 +150,6 @@ def test_two_accelerators_find_the_beams_of_one(folder: Path) -> None:
     )
     assert two.tokens == one.tokens
     assert two.scores == pytest.approx(one.scores, abs=1e-4)
-
-
-def test_an_lm_head_that_is_the_embedding_is_cut_too(folder: Path) -> None:
-    report = run_two(folder, "tied", policy="resident", budgets={})
-    assert report.tokens == expected(folder / "tied")
 
 
 def test_batches_follow_each_other_on_all_ranks(folder: Path) -> None:
