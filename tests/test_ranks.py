@@ -290,13 +290,13 @@ class NotADevice(NoRank):
     execute = None  # type: ignore[assignment]  # that is the point
 
 
-def test_a_device_that_cannot_be_one_of_several_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match="cannot be one of 2 ranks: use --tensor-parallel 1"):
-        run_two(folder, "mixtral", device="test_ranks:NoRank", device_settings={})
-
-
-def test_a_class_that_lacks_a_method_of_the_seam_is_no_device(folder: Path) -> None:
-    with pytest.raises(
-        BadInput, match=r"NotADevice is not a device: it has no execute\(\); see .*seams.Device"
-    ):
-        run_two(folder, "mixtral", device="test_ranks:NotADevice", device_settings={})
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("NoRank", "cannot be one of 2 ranks: use --tensor-parallel 1"),
+        ("NotADevice", r"NotADevice is not a device: it has no execute\(\); see .*seams.Device"),
+    ],
+)
+def test_a_class_that_lacks_a_method_is_refused(folder: Path, device: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        run_two(folder, "mixtral", device=f"test_ranks:{device}", device_settings={})
