@@ -119,15 +119,9 @@ class Header:
 def mixtral() -> Header:
     """A Mixtral of one layer with three experts, and a tokenizer of SentencePiece."""
     sizes = {
-        "block_count": 1,
-        "context_length": 64,
-        "embedding_length": 8,
-        "feed_forward_length": 6,
-        "attention.head_count": 2,
-        "attention.head_count_kv": 1,
-        "expert_count": 3,
-        "expert_used_count": 2,
-    }
+        "block_count": 1, "context_length": 64, "embedding_length": 8, "feed_forward_length": 6,
+        "attention.head_count": 2, "attention.head_count_kv": 1, "expert_count": 3, "expert_used_count": 2,
+    }  # fmt: skip
     keys = [("general.architecture", string("llama"))]
     keys += [(f"llama.{name}", number(value)) for name, value in sizes.items()]
     keys += [
@@ -139,17 +133,10 @@ def mixtral() -> Header:
         ("tokenizer.ggml.eos_token_id", number(2)),
     ]
     layer = {
-        "attn_norm": [8],
-        "attn_q": [8, 8],
-        "attn_k": [8, 4],
-        "attn_v": [8, 4],
-        "attn_output": [8, 8],
-        "ffn_norm": [8],
-        "ffn_gate_inp": [8, 3],
-        "ffn_gate_exps": [8, 6, 3],
-        "ffn_down_exps": [6, 8, 3],
+        "attn_norm": [8], "attn_q": [8, 8], "attn_k": [8, 4], "attn_v": [8, 4], "attn_output": [8, 8],
+        "ffn_norm": [8], "ffn_gate_inp": [8, 3], "ffn_gate_exps": [8, 6, 3], "ffn_down_exps": [6, 8, 3],
         "ffn_up_exps": [8, 6, 3],
-    }
+    }  # fmt: skip
     tensors = [
         Tensor("token_embd.weight", [8, 6]),
         Tensor("output_norm.weight", [8]),

@@ -87,16 +87,5 @@ def _value(data: bytes, random: Random) -> tuple[int, int]:
 
 
 _DAMAGES = (
-    _noise,
-    _flip,
-    _flip,
-    _cut,
-    _remove,
-    _repeat,
-    _swap,
-    _swap,
-    _replace,
-    _replace,
-    _replace,
-    _replace,
-)
+    _noise, _flip, _flip, _cut, _remove, _repeat, _swap, _swap, _replace, _replace, _replace, _replace,
+)  # fmt: skip

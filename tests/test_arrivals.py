@@ -165,19 +165,9 @@ def test_weights_that_were_unwired_while_nobody_asked_are_wired_again(tmp_path: 
 
 
 SERVED = (
-    *(
-        "simulate",
-        "--model",
-        "mixtral-0.8b",
-        "--machine",
-        "t4",
-        "--policy",
-        "cgopipe",
-        "--workload",
-        "uniform",
-    ),
-    *("--gen", 4, "--requests", 6, "--arrivals", "poisson:10"),
-)
+    "simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--policy", "cgopipe", "--workload", "uniform",
+    "--gen", 4, "--requests", 6, "--arrivals", "poisson:10",
+)  # fmt: skip
 
 
 def test_the_command_prints_the_report_and_writes_it_as_json(command: Any, tmp_path: Path) -> None:

@@ -115,13 +115,8 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
         "Least time without loading: P (10) with 10 ns, link busy 100%. P (20) took 2.00 times as long, link busy 100%."
     )
     assert compare_runs(runs).header()[2:] == [
-        "10 (measured)",
-        "20 (measured)",
-        "40 (predicted)",
-        "B/A",
-        "C/A",
-        "error",
-    ]
+        "10 (measured)", "20 (measured)", "40 (predicted)", "B/A", "C/A", "error",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

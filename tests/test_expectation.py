@@ -54,14 +54,9 @@ def calibrated(*, only: str = "", **changes: Any) -> Machine:
 def run(model: Path, **changes: Any) -> Any:
     """The report of three requests that are predicted."""
     given: dict[str, Any] = {
-        "policy": "resident",
-        "machine": calibrated(),
-        "dtype": "float32",
-        "max_new_tokens": 4,
-        "batch_size": 3,
-        "micro_batch_size": 2,
-        "expect": True,
-    }
+        "policy": "resident", "machine": calibrated(), "dtype": "float32", "max_new_tokens": 4, "batch_size": 3,
+        "micro_batch_size": 2, "expect": True,
+    }  # fmt: skip
     return moesched.run_model(model, PROMPTS, **(given | changes))
 
 

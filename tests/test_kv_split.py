@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
+from benchmarks.shared.small_runs import same_bits
 from clocks_in_turn import PLAIN, in_turn
 from moesched.cli.main import main
 from moesched.devices.torch.device import TorchDevice
@@ -41,6 +41,7 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.steps.roles import Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
+from odd_runs import one_batch
 from runs import cached_on_host
 from small_models import SMALL, small_model
 
@@ -75,14 +76,13 @@ def test_every_share_gives_the_same_logits_to_the_bit(
     """The caches of several requests are divided by micro-batches, that of one by layers."""
     layout = weight_layout(checkpoint.config, "float32")
     none, *others = (
-        generate(
+        one_batch(
             TorchDevice(checkpoint, layout, keep_logits=True),
-            make_policy(policy, {"kv_on_gpu": share}),
-            TWO_MEMORIES,
-            prompts,
-            new_tokens=4,
-            micro_batch_size=1,
+            policy,
+            {"kv_on_gpu": share},
             weights=0.8 if len(prompts) > 1 else 2.0,
+            prompts=prompts,
+            size=1,
         )
         for share in ((0.0, 0.5, 1.0) if len(prompts) > 1 else (0.0, 1 / 3, 2 / 3, 1.0))
     )

@@ -34,15 +34,9 @@ def config_of(directory: Path, **changes: Any) -> Any:
 
 def test_every_setting_reaches_the_configuration(tmp_path: Path) -> None:
     config = config_of(
-        tmp_path,
-        rms_norm_eps=1e-4,
-        rope_theta=5e5,
-        sliding_window=8,
-        max_position_embeddings=99,
-        tie_word_embeddings=True,
-        eos_token_id=[3, 4],
-        torch_dtype="bfloat16",
-    )
+        tmp_path, rms_norm_eps=1e-4, rope_theta=5e5, sliding_window=8, max_position_embeddings=99,
+        tie_word_embeddings=True, eos_token_id=[3, 4], torch_dtype="bfloat16",
+    )  # fmt: skip
     assert (config.name, config.layers, config.hidden, config.vocabulary) == (tmp_path.name, 2, 6, 11)
     assert config.attention == GroupedAttention(
         heads=3, kv_heads=1, head_dim=4, rotary=Rotary(theta=5e5), window=8
@@ -68,15 +62,9 @@ def test_rope_settings_are_read_in_either_spelling(tmp_path: Path, rope: dict[st
 
 def test_a_null_means_the_default_of_hugging_face(tmp_path: Path) -> None:
     config = config_of(
-        tmp_path,
-        model_type="mistral",
-        head_dim=None,
-        num_key_value_heads=None,
-        rope_theta=None,
-        rms_norm_eps=None,
-        sliding_window=None,
-        eos_token_id=None,
-    )
+        tmp_path, model_type="mistral", head_dim=None, num_key_value_heads=None, rope_theta=None,
+        rms_norm_eps=None, sliding_window=None, eos_token_id=None,
+    )  # fmt: skip
     attention = config.attention
     assert (attention.head_dim, attention.kv_heads) == (2, 3)  # hidden_size // heads, as many as heads
     assert (attention.rotary.theta, config.norm_eps) == (1e4, 1e-6)

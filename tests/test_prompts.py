@@ -84,8 +84,9 @@ def test_lines_that_are_no_prompts_are_left_out_where_somebody_is_told(
     file.write_text(f'{{"prompt": "a"}}\n{lines}{{"prompt_ids": [1, 2]}}\n')
     told: list[str] = []
     assert read_prompts(file, told.append) == ["a", [1, 2]]
-    assert re.search(rf"prompts\.jsonl{says}", *told)
-    assert len(told[0]) < 400
+    (line,) = told
+    assert re.search(rf"prompts\.jsonl{says}", line)
+    assert len(line) < 400
 
 
 def test_a_file_without_one_good_line_is_refused_whoever_is_told(tmp_path: Path) -> None:

@@ -52,13 +52,8 @@ def test_the_command_line_explains_itself_without_loading_what_it_runs() -> None
     statement = "import io, contextlib\nfrom moesched.cli.main import main\n"
     statement += "with contextlib.redirect_stdout(io.StringIO()): main(['run', '--help'])"
     assert not loaded_by(statement) & {
-        "torch",
-        "numpy",
-        "anyio",
-        "structlog",
-        "tokenizers",
-        "moesched.jobs.session",
-    }
+        "torch", "numpy", "anyio", "structlog", "tokenizers", "moesched.jobs.session",
+    }  # fmt: skip
 
 
 def test_help_lists_what_a_policy_reads_from_its_plan_and_step() -> None:

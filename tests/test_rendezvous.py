@@ -17,10 +17,10 @@ from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
-from moesched.seams import Demand, Exchange
+from moesched.seams import Exchange
 from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task
 from moesched.transports.inproc import InprocTransport
-from moesched.work import Work
+from traces import Free
 
 ONE = np.ones(1, np.float32)
 
@@ -202,13 +202,6 @@ def test_a_refused_collective_is_not_waited_for() -> None:
 # -- through the drivers ---------------------------------------------------------------------------
 
 
-class Nothing:
-    """Every task takes a nanosecond of nothing."""
-
-    def work(self, work: Work) -> Demand:
-        return Demand(1e-9, ())
-
-
 async def reducing(engine: CheckedEngine, sends: bool, values: list[Any]) -> None:
     """A rank's program: a task of its own at a time of its own, then a sum, then a wait for it."""
     (lane,) = engine.lanes
@@ -221,7 +214,7 @@ async def reducing(engine: CheckedEngine, sends: bool, values: list[Any]) -> Non
 def test_ranks_meet_on_the_virtual_clock() -> None:
     engines = [CheckedEngine([Lane("net", "in_order")]) for _ in range(3)]
     values: list[Any] = []
-    driver = VirtualDriver(engines, Nothing(), perform={Collective: lambda task: f"what {task.verb} came to"})
+    driver = VirtualDriver(engines, Free(), perform={Collective: lambda task: f"what {task.verb} came to"})
     driver.run(*(reducing(engine, rank > 0, values) for rank, engine in enumerate(engines)))
     assert values == ["what sum came to"] * 3
     for engine in engines:
@@ -272,7 +265,7 @@ def test_a_rank_that_groups_its_errors_does_not_hide_the_error_of_another_rank()
         raise PolicyError("enough")
 
     with pytest.raises(PolicyError, match="enough"):
-        VirtualDriver(engines, Nothing()).run(gathers(), gives_up())
+        VirtualDriver(engines, Free()).run(gathers(), gives_up())
 
 
 # -- the transport ---------------------------------------------------------------------------------

@@ -250,15 +250,9 @@ def test_bytes_that_are_no_notice_are_refused(data: bytes) -> None:
 
 
 SIMULATED: dict[str, Any] = {
-    "model": "mixtral-0.8b",
-    "machine": "m2-ultra",
-    "workload": "uniform",
-    "network": "10gbe",
-    "arrivals": "poisson:20",
-    "requests": 3,
-    "gen": 3,
-    "batch_size": 2,
-}
+    "model": "mixtral-0.8b", "machine": "m2-ultra", "workload": "uniform", "network": "10gbe",
+    "arrivals": "poisson:20", "requests": 3, "gen": 3, "batch_size": 2,
+}  # fmt: skip
 
 
 def test_arrivals_are_predicted_on_several_machines_with_the_time_of_their_exchanges() -> None:

@@ -82,15 +82,9 @@ def test_all_ranks_together_have_every_weight(name: str, ranks: int) -> None:
     assert whole.keys() == cut.keys()
     for tensor, shape in whole.items():
         kept = tensor.rpartition(".")[2] in (
-            "embedding",
-            "attention_norm",
-            "ffn_norm",
-            "final_norm",
-            "router",
-            "router_bias",
-            "q_norm",
+            "embedding", "attention_norm", "ffn_norm", "final_norm", "router", "router_bias", "q_norm",
             "k_norm",
-        )
+        )  # fmt: skip
         smaller = [few * ranks == all_ for few, all_ in zip(cut[tensor], shape, strict=True)]
         assert sum(smaller) == (0 if kept else 1), tensor
 
@@ -237,13 +231,8 @@ def test_what_a_rank_has_in_part_is_summed_before_it_is_needed_whole() -> None:
 
 def predicted(machine: str | Machine, **changes: Any) -> JobReport:
     sizes: dict[str, Any] = {
-        "gen": 4,
-        "batch_size": 32,
-        "micro_batch_size": 8,
-        "policy": "cgopipe",
-        "band": False,
-        **changes,
-    }
+        "gen": 4, "batch_size": 32, "micro_batch_size": 8, "policy": "cgopipe", "band": False, **changes,
+    }  # fmt: skip
     machine = at_peak(load_machine(machine) if isinstance(machine, str) else machine)
     return moesched.simulate_model("mixtral-8x22b", machine=machine, workload="mtbench", **sizes)
 
