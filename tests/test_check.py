@@ -253,16 +253,8 @@ class ReservesMore(Streams):
 @pytest.mark.parametrize(
     ("name", "marked", "said"),
     [
-        (
-            "OneMicroBatchAtATime",
-            "# again",
-            r"[\d,]+ of [\d,]+ pages moved in decode steps had been moved there",
-        ),
-        (
-            "BringsMore",
-            "# spare",
-            r"pool spare in gpu: [\d,]+ of [\d,]+ fetched pages left before anything read",
-        ),
+        ("OneMicroBatchAtATime", "# again", r"[\d,]+ of [\d,]+ pages moved in decode steps had been moved there"),
+        ("BringsMore", "# spare", r"pool spare in gpu: [\d,]+ of [\d,]+ fetched pages left before anything read"),
         (
             "LeavesMemoryFree",
             "# few",
@@ -270,7 +262,7 @@ class ReservesMore(Streams):
         ),
         ("ReservesMore", "# spare", r"pool spare in gpu: none of its 1 slots was used \(.+B\)"),
     ],
-)
+)  # fmt: skip
 def test_what_could_be_spared_is_advice_with_its_line(
     tmp_path: Path, name: str, marked: str, said: str
 ) -> None:

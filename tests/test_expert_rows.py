@@ -157,11 +157,7 @@ REFUSED: dict[str, tuple[Callable[[Step], object], type[PolicyError], str]] = {
         PolicyError,
         "run_expert: rows 5:12 go beyond E0 of L0 mb0, which has rows 0:11",
     ),
-    "before the start": (
-        lambda step: step.run_expert(0, 0, 0, rows=range(-1, 2)),
-        PolicyError,
-        "go beyond E0",
-    ),
+    "before the start": (lambda step: step.run_expert(0, 0, 0, rows=range(-1, 2)), PolicyError, "go beyond E0"),
     "an overlap": (
         lambda step: [step.run_expert(0, 0, 0, rows=rows) for rows in (range(3, 6), range(5, 9))],
         OutOfOrder,
@@ -196,11 +192,7 @@ REFUSED: dict[str, tuple[Callable[[Step], object], type[PolicyError], str]] = {
     ),
     "no number": (lambda step: step.run_expert(0, 0, None), OutOfOrder, "no micro-batch None"),  # type: ignore[arg-type]
     "a list in a list": (lambda step: step.run_expert(0, 0, [[0]]), OutOfOrder, r"no micro-batch \[0\]"),  # type: ignore[list-item]
-    "another layer": (
-        lambda step: step.run_expert(1, 0, [0, 1]),
-        OutOfOrder,
-        "needs mb0 at step 0 L1 routed",
-    ),
+    "another layer": (lambda step: step.run_expert(1, 0, [0, 1]), OutOfOrder, "needs mb0 at step 0 L1 routed"),
     "not on the host": (
         lambda step: [step.offload_routed(0, 0), step.run_expert(0, 0, [0, 1], at="host")],
         OutOfOrder,
@@ -211,7 +203,7 @@ REFUSED: dict[str, tuple[Callable[[Step], object], type[PolicyError], str]] = {
         PolicyError,
         "no processor is 'gpu'",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", REFUSED)

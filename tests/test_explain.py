@@ -130,17 +130,11 @@ def test_a_stream_that_waits_for_launches_is_told_from_one_that_computes(tmp_pat
 
 @given(
     st.lists(
-        st.tuples(
-            st.integers(0, 2),
-            st.integers(1, 40),
-            st.sets(st.integers(0, 4)),
-            st.integers(0, 4),
-            st.booleans(),
-        ),
+        st.tuples(st.integers(0, 2), st.integers(1, 40), st.sets(st.integers(0, 4)), st.integers(0, 4), st.booleans()),
         min_size=1,
         max_size=25,
     )
-)
+)  # fmt: skip
 def test_causes_add_up_to_the_idle_time_of_each_lane_in_any_graph(
     chosen: list[tuple[int, int, set[int], int, bool]],
 ) -> None:

@@ -223,30 +223,15 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            without("blk.1.attn_sinks.weight"),
-            "lacks 1 of the model's tensors, layers.1.sinks the first; copy",
-        ),
-        (
-            tensor("blk.0.ffn_up_exps.bias", lengths=[33, 3]),
-            r"has shape \[3, 33\], its header says \[3, 32\]",
-        ),
-        (
-            tensor("blk.0.attn_q.bias", kind=8),
-            "attn_q.bias is of type Q8_0, and norms, biases and routers have",
-        ),
-        (
-            key("gpt-oss.rope.scaling.type", string("yarm")),
-            r"is 'yarm', which is not supported: did you mean yarn\?",
-        ),
+        (without("blk.1.attn_sinks.weight"), "lacks 1 of the model's tensors, layers.1.sinks the first; copy"),
+        (tensor("blk.0.ffn_up_exps.bias", lengths=[33, 3]), r"has shape \[3, 33\], its header says \[3, 32\]"),
+        (tensor("blk.0.attn_q.bias", kind=8), "attn_q.bias is of type Q8_0, and norms, biases and routers have"),
+        (key("gpt-oss.rope.scaling.type", string("yarm")), r"is 'yarm', which is not supported: did you mean yarn\?"),
         (key("gpt-oss.rope.scaling.factor", real(math.inf)), "factor"),
         (key("gpt-oss.attention.sliding_window", number(0)), "sliding_window"),
-        (
-            key("gpt-oss.rope.freq_base_swa", real(5e5)),
-            "gpt-oss.rope.freq_base_swa is 500000.0, which is not",
-        ),
+        (key("gpt-oss.rope.freq_base_swa", real(5e5)), "gpt-oss.rope.freq_base_swa is 500000.0, which is not"),
     ],
-)
+)  # fmt: skip
 def test_a_gpt_oss_that_cannot_be_used_is_refused_in_one_line(
     change: Change, said: str, tmp_path: Path
 ) -> None:

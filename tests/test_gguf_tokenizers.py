@@ -42,10 +42,7 @@ def test_text_is_what_its_tokens_say(make: Callable[[], Header], tmp_path: Path)
 
 
 UNUSABLE: dict[str, tuple[Change, str]] = {
-    "an unknown kind": (
-        key("tokenizer.ggml.model", string("gpt3")),
-        "model is 'gpt3', .*: did you mean gpt2",
-    ),
+    "an unknown kind": (key("tokenizer.ggml.model", string("gpt3")), "model is 'gpt3', .*: did you mean gpt2"),
     "an unknown rule": (key("tokenizer.ggml.pre", string("qwen")), "pre is 'qwen', .*: did you mean qwen2"),
     "no rule": (key("tokenizer.ggml.pre", None), "pre is None, which is not supported: give ids"),
     "a token twice": (key(TOKENS, texts(["a", "b", "a", "d", "e", "f"])), "tokens has 'a' twice"),
@@ -53,12 +50,9 @@ UNUSABLE: dict[str, tuple[Change, str]] = {
         key("tokenizer.ggml.merges", texts(["a b", "a z"])),
         "merges has 'a z', which is not of tokens of the vocabulary",
     ),
-    "a merge to an unknown token": (
-        key("tokenizer.ggml.merges", texts(["b a"])),
-        "merges has 'b a', which is not of",
-    ),
+    "a merge to an unknown token": (key("tokenizer.ggml.merges", texts(["b a"])), "merges has 'b a', which is not of"),
     "an empty merge": (key("tokenizer.ggml.merges", texts([""])), "merges has '', which is not of"),
-}
+}  # fmt: skip
 
 
 def test_a_piece_that_is_longer_than_any_real_one_is_refused(tmp_path: Path) -> None:

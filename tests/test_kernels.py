@@ -160,29 +160,17 @@ def test_a_kernel_that_breaks_a_promise_is_found_out(kernel: type, said: str) ->
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
-        (
-            Raising,
-            r"kernel raising \(expert of .*\): its call raised ZeroDivisionError: division by zero; .*",
-        ),
-        (
-            Mistaken,
-            r"kernel mistaken \(.*\): bind raised KeyError: 'o_proj'; its weights are o \(D, X\); of some .*",
-        ),
+        (Raising, r"kernel raising \(expert of .*\): its call raised ZeroDivisionError: division by zero; .*"),
+        (Mistaken, r"kernel mistaken \(.*\): bind raised KeyError: 'o_proj'; its weights are o \(D, X\); of some .*"),
         (
             Forgetful,
             r"kernel forgetful \(.*\): bind returned None: return a function \(attended_TX, residual_TD\) -> hidden_TD",
         ),
-        (
-            Silent,
-            r"kernel silent \(expert of .*\): refusal returned None: return a text, empty if it takes it",
-        ),
+        (Silent, r"kernel silent \(expert of .*\): refusal returned None: return a text, empty if it takes it"),
         (Foreign, r"kernel foreign \(output_projection of .*\): result 0 is of type ndarray instead of .*"),
-        (
-            Narrow,
-            r"kernel narrow \(output_projection of .*\): result 0 is \[\d+, 31\] of torch.float32 instead .*",
-        ),
+        (Narrow, r"kernel narrow \(output_projection of .*\): result 0 is \[\d+, 31\] of torch.float32 instead .*"),
     ],
-)
+)  # fmt: skip
 def test_a_kernel_that_fails_in_a_run_is_named_with_its_case(model: Path, kernel: type, said: str) -> None:
     report = moesched.run_model(
         model, [[5, 6, 7]], max_new_tokens=3, dtype="float32", device_settings={"own_kernels": kernel}

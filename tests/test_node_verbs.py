@@ -195,10 +195,7 @@ async def run_routed(step: Step, layer: int, routed: Mapping[int, int]) -> None:
         (assign_twice, "assign: the experts of L0 mb0 were assigned already"),
         (assign_too_few, r"assign\(L0, mb0\): it leaves out E\d, which tokens were routed to"),
         (assign_to_a_stranger, r"assign\(L0, mb0\): E\d is given to node 2, and nodes go from 0 to 1"),
-        (
-            assign_to_who_does_not_hold_it,
-            r"assign\(L0, mb0\): E\d is given to node \d, which does not hold it",
-        ),
+        (assign_to_who_does_not_hold_it, r"assign\(L0, mb0\): E\d is given to node \d, which does not hold it"),
         (run_before_assigning, "run_expert: say which node runs which experts of L0 mb0 before: assign them"),
         (run_another_node_s, r"run_expert: E\d of L0 mb0 was assigned to node \d, and this is node \d"),
         (leave_out_its_own, r"combine: L0 mb0 was routed to E\d(, E\d)*, which did not run"),
@@ -207,7 +204,7 @@ async def run_routed(step: Step, layer: int, routed: Mapping[int, int]) -> None:
         (touch_what_does_not_exist, "warm_expert: L0 has no E4: its experts are E0 to E3"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
-)
+)  # fmt: skip
 def test_what_nodes_may_not_do_is_refused_at_the_policy_s_line(script: Script, said: str) -> None:
     assert re.search(said, refusal(script))
 
@@ -250,15 +247,10 @@ async def run_own(step: Step, routed: Mapping[int, int]) -> None:
     [
         (assign_at_once, OutOfOrder, r"assign: await route\(0, 0\) before", False),
         (run_own, OutOfOrder, "embed: node 1 does not attend, as the plan is centralised", True),
-        (
-            run_the_layer_as_one_kernel,
-            PolicyError,
-            "post_attention: other nodes run experts of this layer",
-            False,
-        ),
+        (run_the_layer_as_one_kernel, PolicyError, "post_attention: other nodes run experts of this layer", False),
     ],
     ids=["the router must be awaited", "the first node attends", "a layer is no single kernel"],
-)
+)  # fmt: skip
 def test_an_order_that_nodes_may_not_have_is_refused(
     script: Script, error: type[Exception], said: str, centralised: bool
 ) -> None:

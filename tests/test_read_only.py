@@ -38,14 +38,8 @@ def make_a_kernel_free(step: Step, plan: Plan) -> None:
 
 
 MISTAKES: dict[str, tuple[Mistake, str]] = {
-    "layers": (
-        write_attribute("step", "layers", range(2)),
-        "layers of a Step cannot be changed: loop over a part",
-    ),
-    "micro-batches": (
-        write_attribute("step", "micro_batches", [0]),
-        "micro_batches of a Step cannot be changed",
-    ),
+    "layers": (write_attribute("step", "layers", range(2)), "layers of a Step cannot be changed: loop over a part"),
+    "micro-batches": (write_attribute("step", "micro_batches", [0]), "micro_batches of a Step cannot be changed"),
     "the last step": (write_attribute("step", "last", True), "last of a Step cannot be changed"),
     "no layers": (lambda step, plan: delattr(step, "layers"), "layers of a Step cannot be changed"),
     "a verb": (write_attribute("step", "attention", print), "attention of a Step cannot be changed"),
@@ -68,7 +62,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda step, plan: step.close(),
         "close: a step is closed once prefill or decode has ended: return instead",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -91,23 +85,17 @@ def test_a_memory_that_does_not_exist_is_refused_with_those_that_do() -> None:
 
 
 ASKED: list[tuple[Callable[[Step], object], str]] = [
-    (
-        lambda step: step.pages(99),
-        "pages: the model has no L99: its layers are L0 to L2: loop over step.layers",
-    ),
+    (lambda step: step.pages(99), "pages: the model has no L99: its layers are L0 to L2: loop over step.layers"),
     (lambda step: step.pages(-1), "pages: the model has no L-1"),
     (lambda step: step.dense_pages(3), "dense_pages: the model has no L3"),
     (lambda step: step.expert_pages(3, 0), "expert_pages: the model has no L3"),
     (lambda step: step.expert_pages(0, 4), "expert_pages: L0 has no E4: its experts are E0 to E3"),
     (lambda step: step.kv_on_accelerator(0, 3), "kv_on_accelerator: the model has no L3"),
-    (
-        lambda step: step.kv_on_accelerator(9),
-        "kv_on_accelerator: there is no mb9 in this step: they are mb0 to mb1",
-    ),
+    (lambda step: step.kv_on_accelerator(9), "kv_on_accelerator: there is no mb9 in this step: they are mb0 to mb1"),
     (lambda step: step.phase(9), "phase: there is no mb9"),
     (lambda step: step.tokens(9), "tokens: there is no mb9"),
     (lambda step: step.goes_on(9), "goes_on: there is no mb9"),
-]
+]  # fmt: skip
 
 
 def test_a_question_about_what_does_not_exist_says_what_does() -> None:

@@ -200,16 +200,13 @@ def test_a_trace_of_another_model_is_refused_in_one_line(tmp_path: Path, name: s
         ({"request_tokens": np.array([3, 1])}, "do not add up to its 5 tokens"),
         ({"request_tokens": np.array([5, 0])}, "do not add up to its 5 tokens"),
         (
-            {
-                "request_tokens": np.array([2**62, 2**62, 2**62, 2**62 + 5]),
-                "prompt_tokens": np.zeros(4, np.int64),
-            },
+            {"request_tokens": np.array([2**62, 2**62, 2**62, 2**62 + 5]), "prompt_tokens": np.zeros(4, np.int64)},
             "do not add up to its 5 tokens",
         ),
         ({"prompt_tokens": np.array([3])}, "do not add up to its 5 tokens"),
         ({"model": 3}, r"model has shape \(\) of int64"),
     ],
-)
+)  # fmt: skip
 def test_a_trace_that_is_not_whole_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     write_routing_trace(recorded()._replace(**changes), tmp_path / "routing.npz")
     with pytest.raises(BadInput, match=rf"routing\.npz.*{told}"):
@@ -219,11 +216,7 @@ def test_a_trace_that_is_not_whole_is_refused(tmp_path: Path, changes: dict[str,
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        (
-            "cut",
-            lambda whole: whole[: len(whole) // 2],
-            "is not a whole .npz file: it was cut off or damaged",
-        ),
+        ("cut", lambda whole: whole[: len(whole) // 2], "is not a whole .npz file: it was cut off or damaged"),
         (
             "text",
             lambda whole: b"not numpy's",
@@ -231,7 +224,7 @@ def test_a_trace_that_is_not_whole_is_refused(tmp_path: Path, changes: dict[str,
         ),
         ("empty", lambda whole: b"", "is not a profile or trace of routing, as it begins with ''"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, content: Any, told: str) -> None:
     file = tmp_path / f"{name}.npz"
     write_routing_trace(recorded(), file)

@@ -149,19 +149,10 @@ def changed(token: int, layer: int, experts: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("array", "told"),
     [
-        (
-            changed(3, 1, [2, 4]),
-            ", token 3, layer 1: there is no expert 4, as small has experts 0 to 3: give a trace",
-        ),
+        (changed(3, 1, [2, 4]), ", token 3, layer 1: there is no expert 4, as small has experts 0 to 3: give a trace"),
         (changed(4, 0, [-1, 2]), ", token 4, layer 0: there is no expert -1, as small has experts 0 to 3"),
-        (
-            changed(0, 0, [0, 0]),
-            ", token 0, layer 0: expert 0 is chosen twice: give 2 different experts, or remove",
-        ),
-        (
-            ONE.chosen.repeat(2, axis=1),
-            ": its number of layers is 4, but small has 2: give a trace of that model",
-        ),
+        (changed(0, 0, [0, 0]), ", token 0, layer 0: expert 0 is chosen twice: give 2 different experts, or remove"),
+        (ONE.chosen.repeat(2, axis=1), ": its number of layers is 4, but small has 2: give a trace of that model"),
         (ONE.chosen[:, :1], ": its number of layers is 1, but small has 2: give a trace of that model"),
         (ONE.chosen[..., :1], ": a token has 1 experts, but small has top 2: give a trace of that model"),
         (ONE.chosen[:0], " has shape (0, 2, 2) of uint8: give a trace, integers (tokens, layers, top_k)"),
@@ -170,7 +161,7 @@ def changed(token: int, layer: int, experts: list[int]) -> Any:
         (ONE.chosen.astype(float), " has shape (5, 2, 2) of 'float64': write an array of integers"),
         (np.array([None]), " has shape (1,) of 'object': write an array of integers"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_array_is_refused_by_token_and_layer(tmp_path: Path, array: Any, told: str) -> None:
     np.save(tmp_path / "a.npy", array)
     assert refusal(tmp_path / "a.npy").startswith(told)

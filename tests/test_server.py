@@ -281,12 +281,7 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     (PLAIN, {"model": "fake", "prompt": "a", "n": 0}, "n", "n is 0"),
     (PLAIN, {"model": "fake", "prompt": "a", "n": 9}, "n", "at most 8"),
     (PLAIN, {"model": "fake", "prompt": "a", "stop": ["", "b"]}, "stop", "stop is ['', 'b'], with an empty"),
-    (
-        PLAIN,
-        {"model": "fake", "prompt": "a", "stop": ["b"] * 17},
-        "stop",
-        "stop has 17 texts, and may have 16",
-    ),
+    (PLAIN, {"model": "fake", "prompt": "a", "stop": ["b"] * 17}, "stop", "stop has 17 texts, and may have 16"),
     (PLAIN, {"model": "fake", "prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "omit it"),
     (PLAIN, {"model": "fake", "prompt": "a", "logit_bias": {"3": 1}}, "logit_bias", "omit it"),
     (PLAIN, {"model": "fake", "prompt": "a", "best_of": 2}, "best_of", "omit it"),
@@ -298,12 +293,7 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
         "messages[0].role",
         "is 'robot': give system or",
     ),
-    (
-        CHAT,
-        {"model": "fake", "messages": [{"role": "user", "content": 5}]},
-        "messages[0].content",
-        "is 5: expected",
-    ),
+    (CHAT, {"model": "fake", "messages": [{"role": "user", "content": 5}]}, "messages[0].content", "is 5: expected"),
     (CHAT, {"model": "fake", "messages": [{"role": "user"}]}, "messages[0].content", "is missing: give it"),
     (CHAT, {"model": "fake", "messages": HELLO, "tools": [{"type": "function"}]}, "tools", "omit it"),
     (CHAT, {"model": "fake", "messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
@@ -320,24 +310,14 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
         "max_tokens",
         "max_tokens is 5, and max_completion_tokens 6: give one of them",
     ),
-    (
-        CHAT,
-        {"model": "fake", "messages": [{"role": "user", "content": "a " * 300}]},
-        "messages",
-        "the prompt",
-    ),
+    (CHAT, {"model": "fake", "messages": [{"role": "user", "content": "a " * 300}]}, "messages", "the prompt"),
     (PLAIN, {"model": "fake", "prompt": "a", "top_k": 2**64}, "top_k", "top_k is 1844"),
     (PLAIN, {"model": "fake", "prompt": "a", "user": "u" * 257}, "user", "length <= 256"),
     (PLAIN, {"model": "fake", "prompt": ["a"] * 100_000}, "n", "100000 answers at once"),
     (PLAIN, {"model": "fake", "prompt": "a", "seed": [["y" * 100] * 9] * 9}, "seed", "seed is [['yyy"),
-    (
-        CHAT,
-        {"model": "fake", "messages": [{"role": "tool", "content": "a"}]},
-        "messages[0].role",
-        "assistant",
-    ),
+    (CHAT, {"model": "fake", "messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "assistant"),
     (CHAT, [1, 2], None, "expected `object`"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "param", "says"), BAD, ids=[str(each[1])[:60] for each in BAD])

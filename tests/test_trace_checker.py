@@ -136,10 +136,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
         change_first("s", ts=msgspec.Raw(b"0.000"), tid=3),
         "the flow from 0.000 on track 3 to",
     ),
-    "a flow that ends nowhere": (
-        change_first("f", ts=msgspec.Raw(b"99999999.000")),
-        "to 99999999.000 on track",
-    ),
+    "a flow that ends nowhere": (change_first("f", ts=msgspec.Raw(b"99999999.000")), "to 99999999.000 on track"),
     "a flow on the wrong process": (change_first("s", pid=7), "is not from the last task on a lane"),
     "a flow without bp": (change_first("f", bp=None), 'lacks "bp":"e"'),
     "a flow with two ids": (change_first("f", id=999_999), "flow 999999 has 0 starts and 1 ends"),
@@ -162,7 +159,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
         change_first("C", args={"reserved_bytes": -1, "page_bytes": 0}),
         "reserved_bytes is -1, not a number of 0 or more",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGES)

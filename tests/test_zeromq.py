@@ -123,18 +123,12 @@ def test_a_rank_that_is_too_far_ahead_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (
-            lambda one: one.all_reduce(one.rank, FIRST, np.ones(one.rank + 1)),
-            ["float64 (1,)", "float64 (2,)"],
-        ),
-        (
-            lambda one: one.gather(one.rank, FIRST, ONE, one.rank),
-            ["gather #0 with root 0", "gather #0 with root 1"],
-        ),
+        (lambda one: one.all_reduce(one.rank, FIRST, np.ones(one.rank + 1)), ["float64 (1,)", "float64 (2,)"]),
+        (lambda one: one.gather(one.rank, FIRST, ONE, one.rank), ["gather #0 with root 0", "gather #0 with root 1"]),
         (lambda one: one.all_reduce(one.rank, Exchange(one.rank), ONE), ["all-reduce #0", "all-reduce #1"]),
     ],
     ids=["parts of different shapes", "each waits for the other", "another order"],
-)
+)  # fmt: skip
 def test_ranks_that_disagree_are_told_what_each_said(tmp_path: Path, call: Any, said: list[str]) -> None:
     with closing(mesh_of(sockets_in(tmp_path, 2))) as ranks:
         for error in at_once(*(partial(call, one) for one in ranks)):
