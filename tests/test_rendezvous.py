@@ -25,8 +25,10 @@ from traces import Free
 ONE = np.ones(1, np.float32)
 
 
-def two_ranks() -> tuple[Script, Script, Rendezvous]:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
+def two_ranks(
+    discipline: Discipline = "ready_first", **lanes: Discipline
+) -> tuple[Script, Script, Rendezvous]:
+    first, second = (Script(net=discipline, **lanes) for _ in range(2))
     return first, second, meet(first, second)
 
 
@@ -44,8 +46,7 @@ def test_a_collective_starts_on_all_ranks_once_the_last_one_has_arrived() -> Non
 
 
 def test_a_rank_arrives_when_its_part_of_the_data_is_there() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first", gpu="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks(gpu="ready_first")
     first.collective("sum", "net")
     second.submit("expert", "gpu", writes="x")
     second.collective("sum", "net", reads="x")
@@ -60,8 +61,7 @@ def test_a_rank_arrives_when_its_part_of_the_data_is_there() -> None:
 def test_a_collective_that_waits_for_other_ranks_does_not_slip_into_a_free_lane(
     discipline: Discipline,
 ) -> None:
-    first, second = Script(net=discipline), Script(net=discipline)
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks(discipline)
     first.submit("send", "net")
     first.collective("sum", "net")
     ranks.collect()
@@ -81,8 +81,7 @@ def test_other_tasks_use_the_lane_while_a_collective_waits_for_other_ranks() -> 
 
 
 def test_admitted_collectives_take_ready_first_lanes_in_the_same_order_on_all_ranks() -> None:
-    first, second = Script(net="ready_first", gpu="ready_first"), Script(net="ready_first", gpu="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks(gpu="ready_first")
     second.submit("send", "net")
     for script in (first, second):
         script.submit("expert", "gpu", writes="x")
@@ -153,8 +152,7 @@ def test_an_admitted_collective_counts_as_started_since_the_other_ranks_rely_on_
 
 
 def test_a_rank_whose_input_failed_takes_the_others_with_it() -> None:
-    first, second = Script(net="ready_first", gpu="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks(gpu="ready_first")
     second.collective("sum", "net")
     first.submit("expert", "gpu", writes="x")
     first.collective("sum", "net", reads="x")
@@ -187,8 +185,7 @@ def test_a_rank_that_ended_well_still_takes_part_in_what_it_submitted() -> None:
 
 
 def test_a_refused_collective_is_not_waited_for() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     second.submit("kernel", "net")
     second.fail("kernel")
     with pytest.raises(TaskFailed):
