@@ -172,13 +172,6 @@ def test_how_fast_a_task_goes_on_beside_another_follows_from_how_long_they_overl
     assert rates(alone, together) == pytest.approx(expected)
 
 
-def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -> None:
-    alone = [task("attention", 0, 1), task("route", 1, 2)]
-    together = [task("cpu_attention", 0, 2, lane=HOST), task("route", 0, 2)]
-    expected = {("attention", "few rows"): 0.5, ("few rows", "attention"): 0.5}
-    assert rates(alone, together) == pytest.approx(expected)
-
-
 def test_products_of_few_rows_and_of_many_are_of_different_sorts() -> None:
     alone = [task("attention", 0, 1), task("attention", 1, 2, step=2)]
     few = [task("cpu_attention", 0, 2, lane=HOST), task("post_attention", 0, 2, tokens=8)]
