@@ -37,16 +37,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"port": 7001}, r"hosts\[1\].port: 7001 is also the port of node 0 \(mac-0\)"),
     ({"port": 70_000}, r"hosts\[1\].port"),
     ({"memory": "much"}, r"hosts\[1\].memory: "),
-    (
-        {"address": "-oProxyCommand=true"},
-        r"^mine.toml: hosts\[1\].address: '-oProxyCommand=true' begins with a dash",
-    ),
-    (
-        {"command": "moe\0sched"},
-        r"^mine.toml: hosts\[1\].command: 'moe\\x00sched' has a zero byte, which no host",
-    ),
+    ({"address": "-oProxyCommand=true"}, r"^mine.toml: hosts\[1\].address: '-oProxyCommand=true' begins with a dash"),
+    ({"command": "moe\0sched"}, r"^mine.toml: hosts\[1\].command: 'moe\\x00sched' has a zero byte, which no host"),
     ({"ssh": "-oProxyCommand=true"}, r"^mine.toml: hosts\[1\].ssh: '-oProxyCommand=true' begins with a dash"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said for _, said in WRONG])

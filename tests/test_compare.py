@@ -240,16 +240,13 @@ def test_the_first_step_of_a_trimmed_trace_has_no_say_in_the_mean() -> None:
         (b"[1, 2]", "is not a JSON object"),
         (b"{}", "is neither the trace nor the report of a run: name a file that"),
         (b'{"ttft": 3}', "is not the report of a run: Expected `object"),
-        (
-            b'{"plan": {}, "ranking": []}',
-            "is what `moesched plan` found.*: compare the reports of `moesched simulate",
-        ),
+        (b'{"plan": {}, "ranking": []}', "is what `moesched plan` found.*: compare the reports of `moesched simulate"),
         (b'{"nodes": 2, "ways": []}', "is what `moesched plan` found"),
         (b'{"lanes": 3}', "is not the report of a run: Expected `object`"),
         (b'{"traceEvents": []}', "is not a trace of moesched"),
         (b"\x1f\x8b\x00", "cannot read"),
     ],
-)
+)  # fmt: skip
 def test_what_is_neither_trace_nor_report_is_named(content: bytes, complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(content)

@@ -204,13 +204,10 @@ def test_dilation_leaves_real_work_a_quarter_of_the_worst_lane_and_half_of_each_
 @pytest.mark.parametrize(
     ("policy", "verbs"),
     [
-        (
-            "cgopipe",
-            {"copy_to_pinned", "offload_qkv", "cpu_attention", "load_hidden", "post_attention", "run_expert"},
-        ),
+        ("cgopipe", {"copy_to_pinned", "offload_qkv", "cpu_attention", "load_hidden", "post_attention", "run_expert"}),
         ("resident", {"copy_to_pinned", "attention", "post_attention", "sample"}),
     ],
-)
+)  # fmt: skip
 def test_a_rehearsal_sees_the_verbs_that_the_plan_needs(
     checkpoint: Checkpoint, machine: Machine, policy: str, verbs: set[str]
 ) -> None:

@@ -256,16 +256,13 @@ class Rigid:
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        (
-            range,
-            "eviction rule range cannot be made (TypeError: range expected at least 1 argument, got 0): give an",
-        ),
+        (range, "eviction rule range cannot be made (TypeError: range expected at least 1 argument, got 0): give an"),
         (object(), "is no rule of replacement: give 'ring', 'lru', 'none', or a class or object with"),
         (None, "None is no rule of replacement"),
         (Rigid(), "runs cannot tell eviction rules of class Rigid apart: add '__weakref__' to its slots"),
     ],
     ids=["a class of what needs arguments", "another object", "nothing", "slots"],
-)
+)  # fmt: skip
 def test_what_is_no_rule_is_refused_where_the_pool_is_declared(rule: object, says: str) -> None:
     with pytest.raises(PolicyError, match=re.escape(says)):
         CASE.plan(Evicts(rule))

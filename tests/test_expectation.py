@@ -232,21 +232,14 @@ def test_a_machine_calibrated_without_coded_weights_predicts_none_of_their_runs(
         ),
         ({"device_settings": {"threads": usable_cores() + 1}}, f"had threads={usable_cores() + 1}$"),
         ({"device_settings": {"direct": False}}, "had direct=False$"),
-        (
-            {"machine": calibrated(only="route")},
-            r"cannot be predicted: machine .* has no cost for 'disk->host'",
-        ),
+        ({"machine": calibrated(only="route")}, r"cannot be predicted: machine .* has no cost for 'disk->host'"),
         ({"device": "emulated", "machine": "t4"}, "devices torch and cuda, and this run used emulated$"),
         (
-            {
-                "machine": calibrated_gpu(measured_on=processor_with("NVIDIA T4")),
-                "foreign_machine": True,
-                **GPU_RUN,
-            },
+            {"machine": calibrated_gpu(measured_on=processor_with("NVIDIA T4")), "foreign_machine": True, **GPU_RUN},
             f"was measured on {this_processor()}, NVIDIA T4, and this is {this_processor()}",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_run_that_cannot_be_predicted_says_why(model: Path, changes: Any, reason: str) -> None:
     report = run(model, **changes)
     assert report.expected is None

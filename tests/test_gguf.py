@@ -48,10 +48,7 @@ MODELS = {
         MIXTRAL.varied(name="qwen", layers=2, qk_norm="head", tied_embeddings=True, form="qwen3_moe"),
         quantized(Type.BF16),
     ),
-    "olmoe in Q8_0": (
-        OLMOE.varied(layers=2, hidden=64, heads=4, head_dim=16, intermediate=32),
-        quantized(Type.Q8_0),
-    ),
+    "olmoe in Q8_0": (OLMOE.varied(layers=2, hidden=64, heads=4, head_dim=16, intermediate=32), quantized(Type.Q8_0)),
     "dbrx in F32": (DBRX.varied(layers=2), quantized(Type.F32)),
     **{
         f"llama with {type(each).__name__}": (
@@ -74,7 +71,7 @@ MODELS = {
         GPT_OSS_FILE.varied(hidden=64, intermediate=32, heads=4, kv_heads=2, head_dim=32),
         quantized(Type.MXFP4),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -262,12 +262,9 @@ def test_a_name_that_no_file_can_have_is_refused_in_one_line(
             "Expected `int`, got `str` - at `$.named[...]`",
         ),
         "a key that is missing": ("{}", "Object missing required field `sizes`"),
-        "a wrong value before the file breaks off": (
-            '{"sizes": 3, ',
-            "Expected `array`, got `int` - at `$.sizes`",
-        ),
+        "a wrong value before the file breaks off": ('{"sizes": 3, ', "Expected `array`, got `int` - at `$.sizes`"),
     }.values(),
-)
+)  # fmt: skip
 def test_a_value_of_a_wrong_type_is_shown_where_the_decoder_tells_its_place(text: str, said: str) -> None:
     with pytest.raises(BadInput) as refusal:
         decode_json(text.encode(), _Described, "the file", "mend it")

@@ -209,14 +209,11 @@ class Placing(FlexGen):
             [("host", {"layers": [0, 1]}), ("accelerator", {"layers": [1]})],
             "the KV cache of mb0 is the host's already",
         ),
-        (
-            [("accelerator", {"micro_batches": [0]})],
-            "has no place for the KV cache of mb1: call plan.place_kv",
-        ),
+        ([("accelerator", {"micro_batches": [0]})], "has no place for the KV cache of mb1: call plan.place_kv"),
         ([("host", {"layers": [0]})], "has no place for the KV cache of mb0: call plan.place_kv"),
         ([("host", {"layers": [99]})], "place_kv: there is no L99: layers go from 0 to"),
     ],
-)
+)  # fmt: skip
 def test_each_part_of_a_cache_is_placed_once(placed: list[Any], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         Case(name="placing", machine=T4).plan(Placing(*placed))

@@ -115,13 +115,10 @@ def _stacked(model: Checkpoint, folder: Path) -> object:
     ("config", "said"),
     [
         (GLM, "glm has biases of qkv and networks that every token uses, which .* does not"),
-        (
-            GPT_OSS,
-            "gpt-oss has attention sinks and biases of experts and .* experts with a limit, which .* does not",
-        ),
+        (GPT_OSS, "gpt-oss has attention sinks and biases of experts and .* experts with a limit, which .* does not"),
         (GRANITE, "granite has a scale of attention and factors of embeddings, .* which .* does not"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_run_such_layers_says_so(
     use: Any, config: ModelConfig, said: str, tmp_path: Path
 ) -> None:

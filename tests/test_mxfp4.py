@@ -101,14 +101,11 @@ def _of_numbers(tensors: Tensors) -> None:
     ("damage", "said"),
     [
         (_without_scales, "gate_up_proj_blocks is there, and .*gate_up_proj_scales is not"),
-        (
-            _of_other_groups,
-            r"gate_up_proj_blocks is U8 of shape \[6, 64, 2, 16\].* of shape \[6, 64, 1, 16\]",
-        ),
+        (_of_other_groups, r"gate_up_proj_blocks is U8 of shape \[6, 64, 2, 16\].* of shape \[6, 64, 1, 16\]"),
         (_too_narrow, r"gate_up_proj is U8 of shape \[6, 62, 34\], and rows in mxfp4"),
         (_of_numbers, "gate_up_proj_scales F32 of shape"),
     ],
-)
+)  # fmt: skip
 def test_codes_and_scales_that_do_not_match_are_refused(
     tmp_path: Path, model: tuple[Path, torch.nn.Module], damage: Callable[[Tensors], None], said: str
 ) -> None:

@@ -225,10 +225,7 @@ def waits_by_asking(step: Step, plan: Plan) -> object:
     [
         (lambda step, plan: step.arrived(OTHER), "arrived: page L0 dense #0 belongs to another model"),
         (lambda step, plan: step.arrived(3), "arrived: 3 is no page"),
-        (
-            lambda step, plan: step.seconds_until(3),
-            "seconds_until: 3 is no handle: give what a verb returned",
-        ),
+        (lambda step, plan: step.seconds_until(3), "seconds_until: 3 is no handle: give what a verb returned"),
         (
             lambda step, plan: step.seconds_until_idle("gpu"),
             "seconds_until_idle: there is no lane 'gpu': give one of 'accelerator', 'host', 'to host'",
@@ -239,7 +236,7 @@ def waits_by_asking(step: Step, plan: Plan) -> object:
         ),
         (waits_by_asking, "times in one step: time passes only while the policy awaits a handle"),
     ],
-)
+)  # fmt: skip
 def test_questions_without_an_answer_are_refused_at_their_line(mistake: Mistake, told: str) -> None:
     assert told in str(refused(MeddlingWithTime(mistake)))
 

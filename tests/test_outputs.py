@@ -178,13 +178,10 @@ RUN = "run model --policy resident --prompts prompts.jsonl --machine machine.tom
         ),
         ("profile-routing mixtral-8x7b --routing zipf --out x.csv --out ./x.csv", "the routing goes there"),
         ("sweep --policy resident,mine.py:Mine --machine t4 --out mine.py", "is mine.py, which"),
-        (
-            "sweep --policy resident --machine t4 --model dbrx,model --plot model/x.svg",
-            "in the model's folder",
-        ),
+        ("sweep --policy resident --machine t4 --model dbrx,model --plot model/x.svg", "in the model's folder"),
         ("calibrate --out model", "cannot write machine file model: it is a folder"),
     ],
-)
+)  # fmt: skip
 def test_a_command_refuses_to_replace_what_it_reads(
     command: Any, inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str
 ) -> None:

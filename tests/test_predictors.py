@@ -211,15 +211,12 @@ class Answers:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (
-            {0: {99: 1.0}},
-            "predictor Answers forecasts E99 of mb0 in L1: return {micro-batch: {expert: tokens}} with",
-        ),
+        ({0: {99: 1.0}}, "predictor Answers forecasts E99 of mb0 in L1: return {micro-batch: {expert: tokens}} with"),
         ({7: {1: 1.0}}, "forecasts E1 of mb7 in L1"),
         ({0: [1, 2]}, "forecasts {0: [1, 2]} in L1"),
         (None, "forecasts None in L1"),
     ],
-)
+)  # fmt: skip
 def test_an_answer_that_names_what_is_not_there_is_refused(answer: Any, told: str) -> None:
     assert told in str(refused(Prefetching(lambda plan: Answers(answer))))
 

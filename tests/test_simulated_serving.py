@@ -134,13 +134,10 @@ def test_admission_chooses_who_runs_first() -> None:
         (lambda waiting: [], "of Own lacks request 0, which waits"),
         (lambda waiting: None, "of Own is None"),
         (lambda waiting: [each.number for each in waiting], "of Own has 0, which is no request"),
-        (
-            lambda waiting: [*waiting, waiting[0]],
-            "of Own has request 0, which does not wait, or has it twice",
-        ),
+        (lambda waiting: [*waiting, waiting[0]], "of Own has request 0, which does not wait, or has it twice"),
         (lambda waiting: [request(9), *waiting], "of Own has request 9, which does not wait"),
     ],
-)
+)  # fmt: skip
 def test_an_order_of_admission_that_is_none_of_the_waiting_requests_is_refused(order: Any, said: str) -> None:
     class Own:
         def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
