@@ -249,7 +249,8 @@ def test_numbers_of_numpy_and_paths_predict_the_same_as_pythons_own(tmp_path: Pa
     own["budgets"] = {"gpu": 14_000_000_000}
     numpys["settings"], own["settings"] = {"ahead": np.int64(1)}, {"ahead": 1}
     reports = [
-        moesched.simulate_model("mixtral-8x7b", policy="hybrimoe", band=False, **each) for each in (numpys, own)
+        moesched.simulate_model("mixtral-8x7b", policy="hybrimoe", band=False, **each)
+        for each in (numpys, own)
     ]
     first, second = (each.as_dict() | {"wall_seconds": 0} for each in reports)
     assert first == second
