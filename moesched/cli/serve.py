@@ -66,7 +66,8 @@ def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> in
 def tell_closing(answers: int) -> None:
     """Tell the user that the server is closing; do nothing if `answers` is 0.
 
-    answers: number of answers that the server still waits for.
+    Args:
+        answers: number of answers that the server still waits for.
     """
     if answers:
         tell(f"no more requests are taken; answers to come: {answers}; a second signal ends them at once")

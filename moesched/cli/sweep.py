@@ -218,7 +218,8 @@ def _print_best(best: list[BestPolicy], *, dollars: bool) -> None:
 
     A case is a combination of values of the axes other than policy and its settings.
 
-    dollars: whether to add a column with dollars per million tokens.
+    Args:
+        dollars: whether to add a column with dollars per million tokens.
     """
     from moesched.sweeps.figures import title_of
 
