@@ -1,4 +1,4 @@
-"""The bodies of requests: bytes up to a size, JSON, and fields of OpenAI's API; an error names the field at fault."""
+"""Reads the bodies of requests: a limited number of bytes, as JSON with fields of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ Body = TypeVar("Body", bound=Generated)
 def read_body(data: bytes, kind: type[Body], model: str) -> Body:
     """Decode the JSON body of a request into a struct of its fields.
 
-    model: name of the model that is served, for the error.
+    Args:
+        kind: the type of the struct.
+        model: name of the model that is served, for the error.
 
     Raises:
         ApiError: the body is not JSON, lacks a field, or has a wrong or unsupported field.

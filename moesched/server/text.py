@@ -22,7 +22,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Add text, and return the text that now surely belongs to no stop string."""
+        """Add text, and return the text that can no longer become part of a stop string."""
         if not self._stops or not text:
             return text
         text = self._held + text
