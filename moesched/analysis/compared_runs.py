@@ -33,7 +33,7 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 THROUGHPUT = Measure("total", "throughput", "rate", "tokens/s")
-"""All generated tokens over the time from the end of loading."""
+"""All generated tokens over the run's time without loading."""
 TO_FIRST_TOKEN = "to the first token"
 BETWEEN_TOKENS = "between tokens"
 """Names of two latencies, in figures about requests that arrive over time."""

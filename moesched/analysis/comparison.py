@@ -160,7 +160,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return f"{lane} busy {share:.0%}"
 
     def _figure(self, section: Section, name: str, what: str) -> list[float | None]:
-        """Return each run's value in the row of this section, name and quantity `what`; all None without such a row."""
+        """Return each run's figure with this section, name and quantity (`what`); None for all if there is none."""
         key = (section, name, what)
         found = (row.values for row in self.rows if (row.section, row.name, row.what) == key)
         return next(found, [None] * len(self.runs))

@@ -40,7 +40,7 @@ class PathPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stretch(NamedTuple):
-    """One task on the critical path, or the time between two tasks; `kind`, `lane` and `cause` are as in `PathPart`.
+    """One task on the critical path, or the time between two tasks; see `PathPart` for `kind`, `lane` and `cause`.
 
     `line` is the line of the policy that submitted the task, as file:line.
     """

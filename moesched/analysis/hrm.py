@@ -158,7 +158,7 @@ def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int
 
 
 def touched_expert_bytes(operations: Operations, tokens: int) -> float:
-    """Return the expected bytes of the weights of the experts in a layer that are chosen by any of `tokens` tokens."""
+    """Return the expected bytes of weights of those experts of a layer that at least one of `tokens` tokens chooses."""
     return sum(part.size * part.times for part in operations.experts(tokens).parts)
 
 
@@ -298,7 +298,7 @@ def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
 
 
 def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
-    """Return a micro-batch's FLOPs and bytes of attention for a new token per request, and its KV cache's bytes.
+    """Return the FLOPs and bytes of attention for one new token of each request, and the bytes of the KV cache.
 
     Args:
         context: tokens in the cache of each request.
@@ -311,6 +311,6 @@ def _attention(operations: Operations, requests: int, context: int, kv_dtype: st
 
 
 def _micro_batches(split: Split) -> list[tuple[int, int]]:
-    """Return the micro-batches of a batch, as pairs: size in requests, and number of micro-batches of that size."""
+    """Return the micro-batches of a batch, as pairs: number of micro-batches of one size, and this size in requests."""
     whole, rest = divmod(split.batch_size, split.micro_batch_size)
     return [(count, size) for count, size in ((whole, split.micro_batch_size), (1, rest)) if count and size]

@@ -195,7 +195,7 @@ def _nested(each: Described) -> type[Options] | None:
 
 
 def _several(each: Described) -> Described:
-    """Return a copy of an option whose flag takes several values, separated by commas."""
+    """Return a copy of an option, with a flag that takes several values, separated by commas."""
     sentence, _, _ = each.option.help.partition(". ")
     option = replace(
         each.option,

@@ -41,7 +41,7 @@ LONGEST_LINE = 4000
 OF_SEVERAL_MACHINES = ("--nodes", "--local", "--hosts", "--network")
 """Flags of other commands that users may expect `serve` to have."""
 SAME_OPTIONS = (("--gen", "--max-new-tokens", "--max-tokens"), ("--model", "MODEL"))
-"""Names that different commands have for one option; a command has at most one of each tuple."""
+"""Names that different commands have for one option; a command has at most one name of each tuple."""
 WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
 """True if the command was called with --traceback."""
 

@@ -32,8 +32,8 @@ def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> in
     """Serve a model to many users at once, by OpenAI's API and with a chat in the browser.
 
     Without --policy, the planner chooses the one with the most predicted tokens per second for as many requests at
-    once as the options say. The server prints its address once the weights are loaded. Ctrl-C or SIGTERM: no more
-    requests are taken, those that run end, and so does the server, with exit code 0; a second one ends it at once.
+    once as the options say. The server prints its address once the weights are loaded. After Ctrl-C or SIGTERM it takes
+    no more requests, completes those that it has, and ends with exit code 0; a second signal ends it at once.
     """
     import msgspec
 

@@ -17,7 +17,7 @@ from moesched.system.near_names import nearest_of
 from moesched.system.plain_text import shown
 
 MOST_BYTES = 4 << 20
-"""Largest number of bytes of a body: a prompt of half a million token ids."""
+"""Largest number of bytes of a body: enough for a prompt of half a million token ids."""
 MOST_VALUES = 2_000_000
 """Largest number of values in a body: more than any prompt of token ids has."""
 MOST_NAME = 100

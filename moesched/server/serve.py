@@ -51,7 +51,7 @@ class ServerCallbacks(NamedTuple):
 
     Attributes:
         starting: called with each message of the engine before it is ready.
-        ready: called once with the server's address, the engine's message that it is ready, and facts on the model.
+        ready: called once with the server's address, the engine's message that it is ready, and notes on the model.
         closing: called once no more requests are taken, with the number of answers that still run or wait.
     """
 
@@ -68,7 +68,7 @@ class Notes(NamedTuple):
 
 
 def serve(model: Path, given: FrontOptions, engine: Sequence[str], callbacks: ServerCallbacks) -> bool:
-    """Serve a model until a signal comes: then no more requests are taken, and those that run end.
+    """Serve a model until a signal comes; then take no more requests, and complete those that have come.
 
     Args:
         engine: the command that starts the engine.

@@ -1,7 +1,7 @@
 """The process that renders chat templates: lines of JSON in, lines of JSON out, each within a time limit.
 
-Templates come with models, from strangers. Jinja's sandbox keeps them from Python's internals, and this process keeps
-their loops and their memory from the server.
+Templates come with models, from strangers. Jinja's sandbox denies them Python's internals, and in a process of their
+own endless loops and large memory do not harm the server.
 """
 
 from __future__ import annotations

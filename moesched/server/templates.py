@@ -1,4 +1,4 @@
-"""Rendering of conversations as prompts: by the model's template in a process of its own, or plainly without one."""
+"""Rendering of conversations as prompts: by the model's template in its own process, or plainly if it has none."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """The text of an answer's tokens as they come.
+    """Makes the text of an answer as its tokens come.
 
     Args:
         context: the ids of the prompt's tokens, since the text of a token depends on its neighbours.
@@ -75,7 +75,7 @@ class AnswerText:
 
 
 class CharacterCount:
-    """The number of characters of a text as its tokens come.
+    """Counts the characters of a text as its tokens come.
 
     Attributes:
         count: the number of characters that are complete.

@@ -19,7 +19,7 @@ class Admission(Protocol):
     """
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """Return all waiting requests, given in the order of arrival, in the order in which they are to run."""
+        """Sort all waiting requests, which are in the order of arrival, into the order in which they are to run."""
 
     def entered(self, request: Request) -> None:
         """Note that a request begins to run."""

@@ -112,5 +112,5 @@ def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
 
 
 def _even_places(requests: int, least: int) -> int:
-    """Return a number of equal places that leaves out the fewest requests: `least`, or up to twice as many."""
+    """Return a number of equal places that leaves out the fewest requests: `least` or more, but not twice as many."""
     return min(range(least, min(2 * least, requests + 1)), key=lambda places: requests % places)
