@@ -60,7 +60,7 @@ class LowestRank(ABC):
 
     @abstractmethod
     def rank(self, page: Page) -> tuple[int, ...]:
-        """Return the page's rank: integers, as many for each page; the page with the lowest rank is evicted first."""
+        """Return the page's rank, a tuple of integers of fixed length; the page with the lowest is evicted first."""
 
     @abstractmethod
     def used(self, page: Page, step: int, tokens: int) -> None:

@@ -38,7 +38,7 @@ class Listener:
         """Called once `done` of `total` resident pages are loaded; only in cluster runs, which never call `ended`."""
 
     def ended(self, task: Task) -> None:
-        """Called when a task has ended, on any thread but one call at a time; up to tens of thousands a second."""
+        """Called when a task has ended, on any thread, one call at a time, up to tens of thousands a second."""
 
     def replayed(self, run: ReplayedRun) -> None:
         """Called once a replayed run is over; by default passes the run's tasks to `ended`, which takes time."""
@@ -47,7 +47,7 @@ class Listener:
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Called with each token; `text` is the text that the token completes, or its number without a tokenizer."""
+        """Called with each token; `text` is the text that it completes or, without a tokenizer, the token's number."""
 
     def finished(self, request: int, text: str) -> None:
         """Called once a request is complete; `text` is the last part of its text."""

@@ -26,11 +26,11 @@ SMALLER = (
 )
 """Remedies for a plan that does not fit."""
 KERNELS_AHEAD = 8
-"""Largest number of tasks in the queue of an accelerator's stream; with less, short kernels would wait for the host."""
+"""Most tasks in the queue of an accelerator's stream; with fewer, short kernels would wait for the host."""
 KERNELS_AHEAD_IN_ORDER = 64
 """The same for tasks that are queued in program order, which hold up no earlier task."""
 TRANSFERS_AHEAD = 2
-"""Largest number of tasks in the queue of a copy stream; with more, urgent copies would wait for less urgent ones."""
+"""Most tasks in the queue of a copy stream; with more, urgent copies would wait for less urgent ones."""
 
 
 def as_used_by(device: Device, machine: Machine) -> Machine:

@@ -123,7 +123,7 @@ class _Cache:
             self._rule.used(page, step, layer[expert])
 
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
-        """Put those of the experts into the cache that it lacks; if it is full, the rule chooses a page to evict."""
+        """Put the experts that the cache lacks into it; if it is full, the rule chooses a page to evict."""
         for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
                 continue

@@ -22,7 +22,7 @@ from moesched.testing.grid.results import Advice, CellResult, Fault, GridReport,
 
 LIMIT_SECONDS = 60.0
 LEAST_PATIENCE = 1.0
-"""Seconds that a small case may take, or a sixth of the time limit, whichever is more."""
+"""Seconds that a small case may take; a sixth of the time limit if that is more."""
 
 Progress = Callable[[int, int, str], object]
 """Progress callback; its arguments are the number of items done, the number of all items, and the next item's name."""

@@ -126,7 +126,7 @@ def sample(hidden: int, requests: Iterable[int]) -> list[int]:
 
 
 def expected_tokens(plan: Plan) -> list[list[int]]:
-    """Compute, without a schedule, the tokens by request that every schedule of a plan must produce."""
+    """Compute, without a schedule, each request's tokens, which every schedule of a plan must produce."""
     tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
     for requests in plan.batch.micro_batches:
         for fresh in _generate(plan, requests):
