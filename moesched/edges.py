@@ -1,8 +1,9 @@
-"""Edges of a new task, which come from the data (sequential task flow).
+"""Adds the edges of a new task, which follow from the data that tasks read and write (sequential task flow).
 
-A task waits for the last writer of each block that it reads, and for the last readers or writer of each block that it
-overwrites. Their ids stand in `Task.deps`, and the task joins the followers of those that have not settled. Each
-function returns how many tasks the new one waits for on the host; the device keeps the order of those on its streams.
+A task waits for the last writer of each block that it reads. For each block that it overwrites, it waits for the tasks
+that have read the block since it was last written or, if there are none, for the last writer. `Task.deps` gets the ids
+of all these earlier tasks, and the new task is added to the `followers` of those that have not settled. Each function
+returns the number of tasks that the new task waits for on the host; the device keeps the order between its own streams.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from moesched.tasks import DONE, Block, Task, cancelled_by
 
 
 def follow_writers(task: Task, blocks: Sequence[Block]) -> int:
-    """Add edges from the last writers of blocks to a task that reads these; a lost value cancels the task."""
+    """Add edges to `task` from the last writers of the blocks that it reads.
+
+    If one of these writers failed or was cancelled, `task` is cancelled, too.
+    """
     waits = 0
     domain = task.lane.domain
     for block in blocks:
@@ -34,7 +38,7 @@ def follow_writers(task: Task, blocks: Sequence[Block]) -> int:
 
 
 def follow_users(task: Task, blocks: Sequence[Block]) -> int:
-    """Add edges from the last readers or writers of blocks to a task that overwrites these."""
+    """Add edges to `task` from the last readers, or else the last writer, of each block that it overwrites."""
     waits = 0
     domain = task.lane.domain
     for block in blocks:
@@ -56,7 +60,7 @@ def follow_users(task: Task, blocks: Sequence[Block]) -> int:
 
 
 def follow(task: Task, others: Sequence[Task]) -> int:
-    """Add edges from tasks to a task that needs none of their results."""
+    """Add edges to `task` from other tasks, which must settle before it, but whose results it does not need."""
     task.deps += [other.id for other in others]
     unsettled = [other.followers for other in others if other.followers is not None]
     for followers in unsettled:

@@ -11,9 +11,9 @@ The states of a task, and the calls that move it between them (`tasks.MOVES` is 
        `--(an input failed, or cancel)--> ... --(last edge met)--> cancelled
 
 A task has settled when it is done, failed or cancelled. A task that was cancelled, or whose input failed, stays
-`waiting` until all tasks that it waits for have settled, and only then becomes `cancelled`. So a task that overwrites
-its storage still waits for the earlier users of that storage. A failed task's `followers` that need its result are
-cancelled, and those that only have to come after it still run.
+`waiting` until all tasks that it waits for have settled, and only then becomes `cancelled`. So a later task that
+overwrites the storage of a cancelled one still waits for the earlier users of that storage. Of a failed task's
+`followers`, those that need its result are cancelled, and those that only have to come after it still run.
 
 `submit`, `issued` and `finish` run for every task, so they exist twice: here, and compiled in engine.c, which inlines
 `_settle`, `_release`, `_enqueue` and `_next` for plain tasks, as well as `Lane.next_task` and all edges.
@@ -63,7 +63,7 @@ _NOWHERE.simple = False
 _NO_WORK = Work("join", "")
 
 _COMPILED_VERSION = 3
-"""The version of engine.c that does what is written here."""
+"""The version of engine.c whose methods do the same as the methods here."""
 
 
 class PlainEngine:
@@ -107,20 +107,20 @@ class PlainEngine:
         self.arrived: list[Collective] = []
         """Collectives that wait only for the other ranks, until the driver calls `admit`."""
         self.awaited: list[Task] = []
-        """Settled tasks that the policy awaits; the driver resumes it."""
+        """Settled tasks that the policy awaits; the driver then resumes the policy."""
         self.joined: list[Join] | None = None
         """Joins, for a trace that draws edges through them; None if they are not recorded."""
         self.awaits: list[tuple[int, int]] | None = None
         """Awaits of the policy, for a trace: the task's id, and the number of tasks submitted by then."""
         self.submit_delays: list[tuple[int, int]] | None = None
-        """Delays of idle lanes by the policy, for a trace: the id of the task they waited for, and nanoseconds."""
+        """Times that idle lanes waited for the policy's next task, for a trace: the task's id, and nanoseconds."""
         self.cancels: list[tuple[Task, int]] | None = None
         """Tasks that `cancel` withdrew, for a trace, and the times; None if they are not recorded."""
         self.now: Callable[[], int] = lambda: 0
         self.look: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(0)
         """Returns a context that gives the driver's time in nanoseconds, and in which no task changes its state."""
         self.submitted = self.settled = self.joins = self.tickets = 0
-        """Tasks submitted and settled so far; joins and collectives submitted."""
+        """Numbers of tasks submitted, tasks settled, joins submitted and collectives submitted so far."""
         self._admitted = 0
         self._halted: BaseException | None = None
         self._undone: list[Task] = []
@@ -144,7 +144,7 @@ class PlainEngine:
 
         Args:
             reads: blocks whose current values the task reads.
-            writes: blocks to which the task gives new values; a block in both is changed in place.
+            writes: blocks to which the task gives new values; a block in both `reads` and `writes` is changed in place.
             after: further tasks that the task waits for.
             priority_class: on a ready-first lane, ready tasks of a lower class start first.
 
@@ -291,9 +291,10 @@ class PlainEngine:
                 self._settle(task, CANCELLED)
 
     def forget(self) -> None:
-        """Drop the errors of a finished run, whose handles are refused from now on.
+        """Drop the errors of a finished run; from now on, the run's handles are refused.
 
-        Tracebacks refer to tasks, and tasks to their lanes; no garbage collector tracks tasks.
+        The errors' tracebacks refer to tasks, and tasks to lanes; the garbage collector, which does not track tasks,
+        would never free them.
         """
         while self._undone:
             self._undone.pop().cause = None
@@ -376,7 +377,7 @@ class PlainEngine:
         self.started.append(task)
 
     def _settle(self, task: Task, state: int) -> None:
-        """Set the final state of a task and release its followers, and the followers of followers that end at once."""
+        """Set a task's final state and release its followers, and in turn those of followers that end at once."""
         task.state = state
         self._settle_all([task])
 

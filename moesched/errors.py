@@ -10,7 +10,7 @@ MoeschedError
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
 │   └── OverBudget      more bytes than the budget of a memory allows
 ├── KernelFailed        a kernel from outside the tree raised, or returned a wrong type, shape or dtype
-├── WrongValue          a device returned what is no result of a task; names device, value and task
+├── WrongValue          a device returned a value that is no result of a task; names device, value and task
 ├── TaskFailed          a task raised an error on its lane; names task, lane and line
 ├── TransportError      a collective cannot end: a rank is missing or gave up, or the transport was closed
 │   └── RankLost        a rank is gone: its process ended, its machine is silent, or it left
@@ -66,7 +66,7 @@ class PolicyError(MoeschedError):
     """A policy submitted an illegal task; raised at the line that submitted it.
 
     Attributes:
-        line: the policy's line as file:line, if the policy is past it, so that the traceback lacks it; else empty.
+        line: the policy's line, as file:line, if the policy has moved on and the traceback lacks that line; else empty.
     """
 
     line = ""
@@ -139,7 +139,7 @@ GPU_REFUSALS = (
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
 )
-"""Parts of messages by which torch and CUDA's libraries tell that a GPU has no memory."""
+"""Phrases in the errors of torch and of CUDA's libraries which say that a GPU has no memory left."""
 
 _REFUSALS = (
     *GPU_REFUSALS,
@@ -155,7 +155,7 @@ _REFUSALS = (
     "unable to allocate",
     "resource limit",
 )
-"""Parts of messages by which torch, MLX, Python, CUDA, Metal and the dynamic linker tell that there is no memory."""
+"""Phrases in the errors of torch, MLX, Python, CUDA, Metal and the dynamic linker which say that memory ran out."""
 
 
 def memory_refusal(error: BaseException | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Decorators with which functions take the fields of a class of options as keywords, and `help` lists them."""
+"""Decorators that let functions take the fields of a class of options as keywords, which `help` then lists."""
 
 from __future__ import annotations
 

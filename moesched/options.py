@@ -33,9 +33,9 @@ class Option:
         help: the option's meaning, for `--help`, `help` and the reference.
         metavar: placeholder of the value in `--help`; None for a name that the parser makes.
         flag: the name on the command line; None for the field's name with dashes. A name `--no-...` switches the
-            field off; a name without dashes is a positional argument; "" is for an option of Python alone.
+            field off; a name without dashes is a positional argument; "" is for an option that only Python has.
         group: heading of the option in `--help`; None for the general heading.
-        python: the meaning in Python; None if `help` has it.
+        python: the meaning that Python's `help` shows; None if it is the same as in `help`.
         ge, gt, le: bounds of a number: at least, more than, at most; None for no bound.
         writes: the kind of file that the option's value names, which the command writes, such as "trace"; None for no
             file.
@@ -103,7 +103,7 @@ class Described(NamedTuple):
 
     @property
     def switches_off(self) -> bool:
-        """Test whether the option's flag switches the option off, as `--no-band` does `band`."""
+        """Test whether giving the flag switches the option off, such as the flag `--no-band` of the option `band`."""
         return self.flag.startswith("--no-") and not self.name.startswith("no_")
 
     @property
@@ -124,7 +124,7 @@ class Described(NamedTuple):
         return str if str in self.kinds else self.kinds[0]
 
     def plain(self, value: Any) -> Any:
-        """Return a number of another library as Python's own, and a path as text if the option takes texts only."""
+        """Return a value, with numpy's number made Python's own, and a path made text if the option takes no path."""
         if isinstance(value, PathLike) and Path not in self.kinds:
             return fspath(value)
         if self.kinds == (int,) and not isinstance(value, bool) and isinstance(value, Integral):
@@ -134,7 +134,10 @@ class Described(NamedTuple):
         return value
 
     def require(self, value: Any, title: str = "") -> None:
-        """Raise BadInput if a value is of a wrong type or out of bounds; `title` names it, by default its flag."""
+        """Raise BadInput if a value is of a wrong type or out of bounds.
+
+        title: the value's name in the message; by default the option's own.
+        """
         is_number = self.kinds in ((int,), (float,))
         if not self._admits_type(value):
             omits = value is None and self.default is not MISSING
@@ -156,7 +159,7 @@ class Described(NamedTuple):
             raise BadInput(f"{name} is {said}: give {self.option.bounds or 'one'}")
 
     def _admits_type(self, value: Any) -> bool:
-        """Test whether a value is of the option's type, as far as one can see: names for type checkers are unknown."""
+        """Test whether a value is of the option's type; types imported for type checkers only are not checked."""
         if value is None:
             return self.default is None or self.kind is Any or NoneType in get_args(self.kind)
         if Path in self.kinds and {*self.kinds} <= {Path, str}:
@@ -183,7 +186,7 @@ def _kinds_of(kind: Any) -> tuple[Any, ...]:
 @dataclass(frozen=True, kw_only=True)
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Options:
-    """Base of frozen dataclasses of options, each with an `Option` in its annotation; numbers are within their bounds.
+    """Base of frozen dataclasses whose fields are options; each field's annotation has an `Option`.
 
     A subclass may give an inherited option another type or default; the description stays.
 

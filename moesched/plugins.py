@@ -42,7 +42,7 @@ _SEAMS: dict[Kind, type] = {
 
 
 def names(kind: Kind) -> list[str]:
-    """Return the names of the installed plug-ins of one kind, sorted, without those that test the framework."""
+    """Return the names of the installed plug-ins of one kind, sorted; those for tests of the framework are left out."""
     return sorted(point.name for point in _points(kind) if not point.value.startswith("moesched.testing."))
 
 
@@ -108,12 +108,12 @@ class _FoundName(str):
 
 
 def found_here(kind: Kind, given: T) -> T:
-    """Return a plug-in as it was given; one named by module or file is found now, in the current folder.
+    """Return `given`; if it names a plug-in by module or file, find the class now, in the current folder, and keep it.
 
-    Other names, which mean the same in any folder, import nothing before they are used.
+    Installed names mean the same in any folder, so their modules are imported only when they are used.
 
     Raises:
-        BadInput: as `find`.
+        BadInput: `find` cannot find or load the plug-in.
     """
     if not isinstance(given, str) or ":" not in given:
         return given
@@ -149,9 +149,10 @@ def name_elsewhere(kind: Kind, given: object) -> str:
 
 
 def load(target: str, title: str, *, here: bool = True) -> Any:
-    """Import and return the object at `target`, as `package.module:name`.
+    """Import and return an object.
 
     Args:
+        target: the object's place: `package.module:name` or, with `here`, also `file.py:name`.
         title: the object's name in the error, such as "policy 'mine'".
         here: whether to search the current folder too, after all other places.
 

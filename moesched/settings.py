@@ -25,9 +25,9 @@ def parse_value(text: str) -> int | float | bool | str:
 
 
 def typed_value(text: str) -> int | float | bool | str:
-    """Convert a text as `parse_value` does, but not if that would lose how it is written, as of "1e3" or "007".
+    """Convert a text as `parse_value` does, unless its spelling would be lost, such as that of "1e3" or "007".
 
-    `check_settings` converts what is left, unless the setting is a text.
+    `check_settings` later converts such a text, unless the setting's type is `str`.
     """
     value = parse_value(text)
     return value if str(value) == text else text
@@ -62,7 +62,7 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
 
 
 def require_defaults(policy: type, title: str) -> None:
-    """Check that each argument of a policy's constructor has a default: a user's settings may name only some.
+    """Check that each argument of a policy's constructor has a default, since a user's settings may name only some.
 
     title: the policy's name in errors.
 
@@ -83,7 +83,7 @@ def require_defaults(policy: type, title: str) -> None:
 
 
 def takes_setting(plugin: type, name: str) -> bool:
-    """Test whether a plug-in's constructor has a setting, a parameter with a default, of that name."""
+    """Test whether a plug-in's constructor has a parameter `name` with a default, which makes it a setting."""
     return name in setting_names(plugin)
 
 

@@ -1,7 +1,7 @@
-"""Records edges between tasks on streams of one device, which the device enforces itself.
+"""Records edges between tasks on streams of one device, which the device itself enforces.
 
-A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended. A task's
-failure is still passed on to its followers, although these no longer wait for that task on the host.
+A task is enqueued on its stream while tasks that it waits for may still run on other streams of the device. Such a task
+no longer waits on the host, but if one of the earlier tasks fails, the failure is still passed on to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def before_on_device(task: Task) -> Sequence[Task]:
 
 
 def followers_on_device(task: Task) -> Sequence[Task]:
-    """Return the later tasks that wait for this task on their device, and no longer on the host."""
+    """Return the later tasks that wait for this task on the device, instead of on the host."""
     return () if task.device_edges is None else task.device_edges.followers
 
 

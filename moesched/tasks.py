@@ -45,7 +45,7 @@ Phase = Literal["prefill", "decode"]
 """The two kinds of work on a sequence: on its prompt, and on one token after the other."""
 
 URGENT, DEMAND, PREFETCH, IDLE = range(-1, 3)
-"""Classes of the tasks of a ready-first lane: a lower class goes first, then program order."""
+"""Priority classes of tasks on a ready-first lane: lower classes go first; within a class, program order decides."""
 
 CLASS_SHIFT = 48
 """A task's key holds its class above this bit, and its id below."""
@@ -72,9 +72,9 @@ class Block:
         self.readers: list[Task] = []
 
     def forget_readers(self, before: int) -> None:
-        """Drop the readers of steps before the step `before` that have settled, since a block may be read for days.
+        """Drop settled readers that belong to a step before the step `before`, since a block may be read for days.
 
-        Later ones stay, settled or not: whether a trace shows an edge must not depend on timing.
+        Readers of later steps stay, settled or not, since whether a trace shows an edge must not depend on timing.
         """
         self.readers = [task for task in self.readers if task.step >= before or task.state < DONE]
 
@@ -91,15 +91,15 @@ class Lane:
         domain: the device, if the lane is one of its streams; None for other lanes. The device itself keeps edges
             between its streams, so a task is handed to its stream once the tasks that it waits for were handed over.
         depth: the largest number of tasks that are handed to the stream and have not ended.
-        depth_in_order: the same number if the tasks beyond `depth` are handed over in program order; at least `depth`.
-            Tasks handed over out of order hold up earlier ones that become ready meanwhile.
+        depth_in_order: a limit of the same number that is at least `depth`: beyond `depth`, only the next task in
+            program order is handed over. Any other could hold up an earlier task that becomes ready meanwhile.
 
     Attributes:
         in_order: whether the discipline is "in_order".
         in_flight: number of tasks that are handed to the stream and have not ended.
-        busy: nanoseconds that the lane ran so far.
+        busy: nanoseconds for which tasks have run on the lane so far.
         running: the task that holds the lane; None while the lane is idle.
-        over: whether the lane's run is over, so that its tasks are no handles of a later run.
+        over: whether the lane's run is over; a later run refuses its tasks as handles.
         simple: whether the lane carries no collectives, and its engine was not halted.
         unstarted: the tasks of a stream in program order, from the first that has not started.
     """
@@ -160,7 +160,7 @@ class Lane:
         return queue.popleft() if queue and queue[0].state == READY else None
 
     def _may_run_ahead(self) -> bool:
-        """Test whether a stream with `depth` tasks takes one more: only the next one in program order is taken."""
+        """Test whether a stream that has `depth` tasks may take one more, which must be the next in program order."""
         if self.in_flight >= self.depth_in_order:
             return False
         return self.in_order or (bool(self.heap) and self.heap[0][1] is self.unstarted[0])
@@ -190,7 +190,7 @@ class Lane:
 
 
 class RowRange(NamedTuple):
-    """Rows of one expert in a micro-batch: from `start` up to `stop`, in the order of their tokens."""
+    """A range of an expert's rows in a micro-batch, in the order of their tokens: from `start` to `stop` - 1."""
 
     micro_batch: int
     start: int
@@ -198,11 +198,11 @@ class RowRange(NamedTuple):
 
 
 class DeviceEdges:
-    """Dependencies of a task on a stream that the device enforces, not the engine.
+    """Dependencies of a stream's task that the device enforces instead of the engine.
 
     Attributes:
         before: tasks on other streams of the device that the device runs before this task.
-        followers: followers of this task that the engine may start before its end, since the device makes them wait.
+        followers: tasks that the engine may start before this task ends, since the device makes them wait for it.
     """
 
     __slots__ = ("before", "followers")
@@ -213,9 +213,9 @@ class DeviceEdges:
 
 
 def _set_plainly(cls: type[S]) -> type[S]:
-    """Decorate a struct, so that it sets attributes as plain objects do, in a quarter of the time of msgspec.
+    """Decorate a struct so that it sets attributes as plain objects do, which takes a quarter of msgspec's time.
 
-    The work that msgspec adds is for the garbage collector, which does not track tasks.
+    What msgspec does in addition is for the garbage collector, which does not track tasks.
     """
     cls.__setattr__ = object.__setattr__  # type: ignore[method-assign]
     cls.__delattr__ = object.__delattr__  # type: ignore[method-assign]
@@ -320,7 +320,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     @property
     def label(self) -> str:
-        """The task's name for people: verb, layer, expert, micro-batch, and the range of rows if it has not all."""
+        """The task's name for people: verb, layer, expert, micro-batch, and the range of rows if these are not all."""
         parts = [self.verb]
         if self.layer >= 0:
             parts.append(f"L{self.layer}")
@@ -368,7 +368,10 @@ def story_of(task: Task, error: BaseException) -> str:
 
 
 def cancelled_by(task: Task) -> BaseException:
-    """Return the reason that a task cannot run without the result of `task`: the original failure, if there is one."""
+    """Return the error of a task that needs the result of a lost task: the original failure, if there is one.
+
+    task: the lost task, which failed or was cancelled.
+    """
     if isinstance(task.cause, (TaskFailed, PolicyError)):
         return task.cause
     return TaskCancelled(f"cancelled, because {task.label} was")

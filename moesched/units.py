@@ -46,7 +46,7 @@ def parse_rate(text: str) -> float:
     """Return the bytes per second in a text such as "24GB/s".
 
     Raises:
-        BadInput: the text is not a rate, or not more than 0.
+        BadInput: the text is not a rate, or is below 1 byte per second.
     """
     try:
         rate = parse_bytes(text.strip().removesuffix("/s"))
@@ -59,7 +59,7 @@ def parse_flops(text: str) -> float:
     """Return the floating-point operations per second in a text such as "65TFLOP/s".
 
     Raises:
-        BadInput: the text is not such a rate, or not more than 0.
+        BadInput: the text is not such a rate, or is below 1 FLOP/s.
     """
     match = _FLOPS.fullmatch(text)
     rate = float(match[1]) * _PREFIXES[match[2].upper()] if match else 0.0
@@ -96,7 +96,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_number(number: float) -> str:
-    """Format a number with three significant digits, or all before the point, such as "9.25", "284" or "1,470"."""
+    """Format a number with three significant digits, or more before the point, such as "9.25", "284" or "1,470"."""
     return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
 
 
@@ -142,7 +142,7 @@ def _in_largest(value: float, units: Mapping[str, float]) -> str:
 
 
 def format_size(nbytes: int) -> str:
-    """Format bytes so that `parse_bytes` gets the same number: a whole number of the largest unit possible."""
+    """Format bytes as a whole number of a large unit, from which `parse_bytes` gets exactly the same bytes."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("GiB", 2**30), ("MB", 10**6)):
         if nbytes % factor == 0:
             return f"{nbytes // factor}{unit}"

@@ -8,17 +8,17 @@ import msgspec
 
 
 class WorkPart(NamedTuple):
-    """Equal operations that are a part of `Work`, described as in measured cost tables.
+    """A part of a task's `Work`: a number of equal operations, described in the terms of measured cost tables.
 
     Attributes:
         operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with
             weights that stay in memory).
         size: the size of one operation: bytes of weights; bytes moved by a transfer; FLOPs of a prompt's attention;
             bytes of a KV head in a decode step's attention.
-        rows: the rows that the weights are multiplied with (tokens; a mean for experts whose tokens are not known), the
-            pages of a transfer, or the KV heads of a decode step's attention.
-        times: the number of operations; a fraction where it is an expectation.
-        coded: bytes of the weights in each coded storage format, as pairs of name and bytes; other weights are plain.
+        rows: the rows that the weights are multiplied with, one for each token (a mean if an expert's tokens are not
+            known); the pages of a transfer; or the KV heads of a decode step's attention.
+        times: the number of operations; if only its expected value is known, that may be a fraction.
+        coded: pairs of the name of a coded storage format and the bytes of weights in it; other weights are not coded.
     """
 
     operation: str
@@ -35,9 +35,9 @@ class Demand(NamedTuple):
         seconds: the task's time alone on the machine.
         shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
             decimals, so that similar tasks have equal shares.
-        work_class: the task's class among those whose slowdowns were measured; empty for none.
-        slowed: pairs (classes of the tasks beside this one, joined by `at_once`; this task's speed beside them,
-            relative to alone).
+        work_class: the class of work that the task belongs to, of those whose slowdowns were measured; empty for none.
+        slowed: this task's measured speed, relative to running alone, beside tasks of certain classes: pairs of the
+            classes' names, joined by `at_once`, and the speed.
         lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
@@ -61,7 +61,7 @@ class Work(msgspec.Struct, eq=False):
         tokens: rows of the operation, for cost tables.
         parts: the operations that the work consists of, for cost tables.
         kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format, from 0 to 1.
-        joins: whether the work is part of a call that an earlier task began, so that it starts no kernels.
+        joins: whether an earlier task's launch includes this work, which then launches no kernels itself.
         nanoseconds: the task's time alone on the machine; -1 until the virtual driver computes it.
         lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.
         demand: the time and the resources that the task needs; None until the virtual driver computes it.

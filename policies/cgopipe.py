@@ -19,7 +19,7 @@ from moesched.steps.step import Step
 class CGOPipe:
     """Streams weights through a double buffer of pages; pages that fit beside it stay in fast memory.
 
-    Their share is r_w in the paper.
+    The share of the pages that stay is r_w in the paper.
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator; 2 in the paper.
@@ -70,9 +70,9 @@ class CGOPipe:
             step.sample(j)
 
     async def decode(self, step: Step) -> None:
-        """Run Algorithm 1, with attention `ahead` micro-batches early and pages a layer early.
+        """Run Algorithm 1: attention runs `ahead` micro-batches early, and pages arrive one layer early.
 
-        Both go on into the next layer, and pages into the next step.
+        Attention thus begins the next layer before this one has ended; pages are also fetched for the next step.
         """
         self._divide(step)
         order = [(i, j) for i in step.layers for j in step.micro_batches]
@@ -130,7 +130,7 @@ class CGOPipe:
         step.copy_to_pinned(pages, staging)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
-        """Fetch pages into the buffer; from pinned memory, if there is a pool of it, as many at a time as it holds."""
+        """Fetch pages into the buffer; if there is a pool of pinned memory, from it, as many at a time as it holds."""
         while pages:
             ready = pages
             if self.staging:

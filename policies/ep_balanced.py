@@ -24,7 +24,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
 IDLE_TOKENS = 3
-"""Warm an expert unused by this number of tokens: half of the time until an M2 Ultra unwires it."""
+"""Tokens without a use of an expert after which the node warms it: half of the time until an M2 Ultra unwires it."""
 
 
 class EpBalanced(NodeExperts):

@@ -29,16 +29,16 @@ from moesched.steps.step import Step
 
 
 class ExpertCache(LayerByLayer):
-    """Runs cached experts on the accelerator, others on host or accelerator so that the layer ends first.
+    """Runs cached experts on the accelerator, others where the layer then ends as early as possible.
 
     Missing experts with the fewest tokens run on the host; their number minimises the time that the layer takes, by the
     latencies of the machine's cost model. Fetched experts enter the cache. If the host does not have the weights, all
     missing experts are fetched.
 
-    The kit's `LayerDecisions` would take at most 2.6 % less time for a decode step in the simulations of Mixtral and
-    Qwen3 that compared both, and longer to decide. It may also fetch experts with few tokens: to the host these cost as
-    much as others, to the accelerator less. With several micro-batches it ranks experts by the time of their kernels,
-    of which each micro-batch has one. It counts the copies of rows.
+    In simulations of Mixtral and Qwen3, a decode step with the kit's `LayerDecisions` took at most 2.6 % less time, but
+    the decision took longer. `LayerDecisions` may also fetch experts with few tokens, which take the host as long as
+    others, and the accelerator less long. With several micro-batches it ranks experts by the time of their kernels,
+    since each micro-batch has a kernel of its own. It also counts the copies of rows.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
@@ -80,7 +80,9 @@ class ExpertCache(LayerByLayer):
 
         A fetch takes equally long for any number of tokens, so it pays most for the experts with the most tokens.
 
-        hits, misses: chosen experts that are in the cache, and those that are not.
+        Args:
+            hits: chosen experts that are in the cache.
+            misses: chosen experts that are not in the cache.
         """
         if not self.cache.on_host:
             return len(misses)

@@ -1,4 +1,4 @@
-"""Expert by expert: weight pages stream through a ring of a few slots in the order of use; all others stay in memory.
+"""Expert by expert: weight pages stream through a ring of slots in the order of use; all other pages stay in memory.
 
 A kernel that reads a whole layer needs a buffer of whole layers. A kernel that reads one expert needs only that expert.
 The memory saved by the smaller buffer keeps weights, which are then not read again in every step.

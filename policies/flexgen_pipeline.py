@@ -1,4 +1,4 @@
-"""FlexGen over several GPUs by pipeline parallelism (ICML'23). MoE-Lightning, section 5.3: why it does not scale.
+"""FlexGen over several GPUs by pipeline parallelism (ICML'23), which does not scale (MoE-Lightning, section 5.3).
 
 Each GPU is a stage that holds a range of layers. The batch is cut into as many groups of micro-batches as there are
 stages, and each group passes layer by layer, as in `flexgen`, while the next stage runs the previous group. A stage
@@ -18,7 +18,7 @@ from moesched.steps.step import Step
 
 
 class FlexGenPipeline:
-    """FlexGen's blocks: group after group passes through double-buffered stages; on one GPU as FlexGen."""
+    """FlexGen's blocks: group after group passes through double-buffered stages; on one GPU, FlexGen itself."""
 
     pipelines = True
 
@@ -53,7 +53,8 @@ class FlexGenPipeline:
     def _pass(self, step: Step, group: Sequence[int], *, last: bool) -> None:
         """Run one group of micro-batches through all layers.
 
-        last: whether it is the run's last group, after which a stage's first layer is not fetched again.
+        Args:
+            last: whether this is the run's last group, after which a stage's first layer is not fetched again.
         """
         order = [(i, j) for i in step.layers for j in group]
         loads = order if step.kind == "decode" else []

@@ -20,7 +20,7 @@ from moesched.steps.step import Step
 
 
 class FrequencyCache(LayerByLayer):
-    """Runs cached experts on the accelerator and others on the host, or fetches them where it cannot.
+    """Runs cached experts on the accelerator and others on the host; fetches those if the host cannot run them.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
@@ -63,7 +63,8 @@ class FrequencyCache(LayerByLayer):
     ) -> None:
         """Fetch and run the missing experts of a layer, if the host cannot run experts.
 
-        users: each expert's micro-batches.
+        Args:
+            users: each expert's micro-batches.
         """
         for expert in experts:
             self.cache.fetch(step, (i, expert))

@@ -41,10 +41,11 @@ class _Gain(NamedTuple):
 class HybriMoE(LayerByLayer):
     """Divides experts between host and accelerator, prefetches by impact, and evicts by router score.
 
-    A prefetch that is wrong or late only holds up copies of the layers in between: its gain counts by the share of
-    those that were right and in time. In simulations of Mixtral with 50 to 80 % of previews right, prefetches make
-    decode up to 0.6 % slower, or 5 % faster; with previews that are always right, up to 15 % faster. Small experts, as
-    those of Qwen3, gain less than the kernels of the previews take. `ahead=0` omits both.
+    A prefetch that is wrong or late only holds up copies of the layers in between. So the gain of a prefetch is
+    multiplied by the share of earlier prefetches that were right and in time. In simulations of Mixtral with 50 to 80 %
+    of previews right, prefetches make decode up to 0.6 % slower, or 5 % faster; with previews that are always right, up
+    to 15 % faster. With small experts, such as those of Qwen3, prefetches gain less time than the kernels of the
+    previews take. `ahead=0` omits previews and prefetches.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
@@ -114,17 +115,20 @@ class HybriMoE(LayerByLayer):
     def _chance(self, ahead: int) -> float:
         """Return the share of prefetches so far that saved time: those that were needed, and arrived in time.
 
-        ahead: number of layers from the preview to the previewed layer.
+        Args:
+            ahead: number of layers from the preview to the previewed layer.
         """
         return (self.right[ahead] + 1) / (self.named[ahead] + 1) * self.in_time / self.needed
 
     def _prefetch(self, step: Step, i: int, expected: Mapping[int, Routed]) -> None:
         """Prefetch the experts whose arrival shortens the time of their layers most.
 
-        Later layers are taken to be like layer `i`. Their fetches go first on the link, but a page that is under way is
-        not interrupted: each layer that a prefetch outlasts waits for a page, with its fetches or its host's outputs.
+        Later layers are taken to be like layer `i`. On the link, a layer's own fetches go before prefetches, but a page
+        that is under way is not interrupted. So in each layer that a prefetch outlasts, fetches or outputs of the host
+        wait for one page.
 
-        expected: the routing that is expected of each later layer, by layer.
+        Args:
+            expected: the expected routing of each later layer, by layer.
         """
         gains = {n: self._gain(n, routed) for n, routed in expected.items() if tokens_of(routed)}
         chances = {n: self._chance(n - i) for n in gains}
@@ -142,9 +146,10 @@ class HybriMoE(LayerByLayer):
             gains[best] = self._gain(best, expected[best])
 
     def _wait(self, later: float) -> float:
-        """Return the seconds for which a prefetch holds up layers: a page in each that it outlasts.
+        """Return the seconds for which a prefetch holds up layers: those of one page for each layer that it outlasts.
 
-        later: seconds of the layer that it is for.
+        Args:
+            later: seconds that the layer takes whose expert is prefetched.
         """
         return self.page * max(1.0, self.decisions.transfer / max(self.division.seconds, later))
 

@@ -1,8 +1,9 @@
 """Mixtral-Offloading (Eliseev and Mazur 2023): each layer has an LRU cache of its experts on the GPU.
 
-As in its code, all other weights stay on the GPU, cached experts run first, and a missing expert is fetched to a buffer
-while those before it compute. That code also copies evicted experts back to the host, and makes copies wait for
-kernels. Here evicted experts are not copied, and copies and kernels overlap, which favours this policy.
+As in the published code, all other weights stay on the GPU, cached experts run first, and a missing expert is fetched
+to a buffer while the experts before it compute. The published code also copies evicted experts back to the host, and
+makes copies wait for kernels. Here evicted experts are not copied, and copies and kernels overlap, which favours this
+policy.
 """
 
 from __future__ import annotations

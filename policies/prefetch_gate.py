@@ -52,7 +52,8 @@ class PrefetchGate(LruOffload):
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:
         """Prefetch forecast experts of a layer that are not in memory, those with the most tokens first.
 
-        foretold: the forecast.
+        Args:
+            foretold: the forecast number of tokens of each expert, by micro-batch.
         """
         tokens = tokens_of(foretold)
         missing = [expert for expert in tokens if (i, expert) not in self.cached[i]]

@@ -29,10 +29,11 @@ VISITORS = 2
 
 
 class Twiddler(LayerByLayer):
-    """Decides for each expert alone, ascending: the GPU if it is there or faster to move, else the CPU.
+    """Decides for each expert alone: the GPU, if its weights are there or moving them is faster, else the CPU.
 
-    Latencies are those of the machine's cost model. A moved expert is evicted after use, as in the paper. If
-    accelerator and host share a memory, an expert that is not resident is always fetched.
+    Experts are decided in ascending order, by the latencies of the machine's cost model. A moved expert is evicted
+    after use, as in the paper. If accelerator and host share a memory, an expert that is not resident is always
+    fetched.
 
     Settings:
         placement: ranking of the experts that stay: popular, worst, random, front or balanced.
@@ -91,9 +92,11 @@ class Twiddler(LayerByLayer):
         self.load_back(step, i, sorted(back))
 
     def _offload(self, step: Step, i: int, users: Iterable[int], back: set[int]) -> None:
-        """Copy the rows of the given micro-batches to the host, except those already in `back`, and add them to `back`.
+        """Copy rows of micro-batches to the host, unless they are there already.
 
-        users, back: numbers of micro-batches.
+        Args:
+            users: numbers of the micro-batches.
+            back: numbers of the micro-batches whose rows are on the host; `users` are added to it.
         """
         for j in users:
             if j not in back:

@@ -15,7 +15,7 @@ from .twiddler import VISITORS, Twiddler
 
 
 class TwiddlerMakespan(Twiddler):
-    """Keeps popular experts on the accelerator, as `twiddler`; decides a whole layer's others together.
+    """Keeps popular experts on the accelerator, as `twiddler` does; decides on a layer's other experts together.
 
     Fetches, kernels and CPU experts overlap, and share the host's memory. A resident expert may also run on the CPU, if
     the host's memory has its weights. The settings are those of `twiddler`.
@@ -49,5 +49,5 @@ class TwiddlerMakespan(Twiddler):
         self.load_back(step, i, back)
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
-        """Fetch an expert behind outputs from the host, which are small and needed to end the layer."""
+        """Fetch an expert; outputs from the host go first on the link, being small and needed to end the layer."""
         step.fetch(step.expert_pages(i, expert), self.visitors, source=self.held)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from moesched.devices.kernels import attention_functions, expert_functions, functions, qkv_functions
 from moesched.devices.products.linear import expert_ffn
@@ -21,6 +22,12 @@ Tensor = torch.Tensor
 def cut_in_three(weight: Tensor) -> list[Tensor]:
     """A matrix as blocks of uneven size, as its file has its rows."""
     return list(weight.split(-(-weight.shape[0] // 3)))
+
+
+def tensors_in(directory: Path) -> dict[str, Tensor]:
+    """Tensors as safetensors reads them, by published name; copied, since it maps files that tests write anew."""
+    files = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
+    return {name: tensor.clone() for file in files for name, tensor in file.items()}
 
 
 def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
+from benchmarks.shared.small_runs import Generated, same_bits
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.products.linear import joined
 from moesched.devices.shared.coded import rows_of
@@ -17,19 +17,13 @@ from moesched.devices.torch.compute import Compute
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.plugins import make_policy
 from odd_models import MIXTRAL, OLMOE
+from odd_runs import one_batch
 
 SIZES = {
-    "layers": 3,
-    "hidden": 256,
-    "intermediate": 256,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "experts": 4,
+    "layers": 3, "hidden": 256, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 4,
     "top_k": 2,
-}
+}  # fmt: skip
 PLAIN = MIXTRAL.varied(**SIZES)
 NORMED = OLMOE.varied(**SIZES)
 PAGE_BYTES = 129 * 256 * 4 + 4096
@@ -52,14 +46,9 @@ def ran(
     layout = weight_layout(checkpoint.config, "float32", PAGE_BYTES)
     device = LaggingDevice(checkpoint, layout, keep_logits=True, gpu=gpu)
     prompts = [list(range(1, length + 1)) for length in lengths]
-    return generate(
-        device,
-        make_policy(policy),
-        TWO_MEMORIES,
-        prompts,
-        new_tokens=new_tokens,
-        micro_batch_size=len(prompts),
-        weights=0.8 if policy != "resident" else 2.0,
+    weights = 0.8 if policy != "resident" else 2.0
+    return one_batch(
+        device, policy, weights=weights, prompts=prompts, new_tokens=new_tokens, size=len(prompts)
     )
 
 

@@ -18,11 +18,7 @@ from moesched.trace import check_trace, read_trace
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
-MODEL: dict[str, Any] = {
-    "model": "mixtral-0.8b",
-    "machine": "t4",
-    "policy": "resident",
-}
+MODEL: dict[str, Any] = {"model": "mixtral-0.8b", "machine": "t4", "policy": "resident"}
 
 
 def test_random_arrivals_have_the_rate_and_the_lengths_that_were_given_and_depend_on_the_seed() -> None:
@@ -169,19 +165,9 @@ def test_weights_that_were_unwired_while_nobody_asked_are_wired_again(tmp_path: 
 
 
 SERVED = (
-    *(
-        "simulate",
-        "--model",
-        "mixtral-0.8b",
-        "--machine",
-        "t4",
-        "--policy",
-        "cgopipe",
-        "--workload",
-        "uniform",
-    ),
-    *("--gen", 4, "--requests", 6, "--arrivals", "poisson:10"),
-)
+    "simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--policy", "cgopipe", "--workload", "uniform",
+    "--gen", 4, "--requests", 6, "--arrivals", "poisson:10",
+)  # fmt: skip
 
 
 def test_the_command_prints_the_report_and_writes_it_as_json(command: Any, tmp_path: Path) -> None:

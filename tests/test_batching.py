@@ -26,11 +26,6 @@ def test_the_longest_prompt_goes_to_the_micro_batch_with_the_fewest_tokens() -> 
     assert placed.deferred == []
 
 
-def test_a_full_micro_batch_gets_no_more() -> None:
-    placed = assign_requests([9, 1, 1, 1], 1, micro_batches=2, micro_batch_size=2)
-    assert placed.micro_batches == [[0, 3], [1, 2]]
-
-
 def test_micro_batches_that_are_not_full_come_out_too() -> None:
     assert assign_requests([5, 5, 5], 1, micro_batches=2, micro_batch_size=4).micro_batches == [[0, 2], [1]]
     assert assign_requests([5], 1, micro_batches=4, micro_batch_size=4).micro_batches == [[0]]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
+from benchmarks.shared.small_runs import same_bits
 from moesched.devices.kernels.seam import Bound
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.captured import WARM_CALLS, Captured, Graphs
 from moesched.devices.torch.copies import NumberRing
 from moesched.models.layout import weight_layout
-from moesched.plugins import make_policy
 from odd_models import PROMPTS, WIDE, stored
+from odd_runs import one_batch
 
 MB = 1 << 20
 
@@ -217,24 +217,14 @@ def test_an_error_of_the_kernel_itself_is_raised(gpu: LaggingGpu) -> None:
 FOUR_LAYERS = WIDE.varied(name="four layers", layers=4)
 
 
-def test_streamed_weights_have_the_graphs_of_earlier_ones_in_the_same_slots(
-    tmp_path: Path,
-) -> None:
+def test_streamed_weights_have_the_graphs_of_earlier_ones_in_the_same_slots(tmp_path: Path) -> None:
     checkpoint = stored(FOUR_LAYERS, tmp_path)
 
     def logits(policy: str, weights: float) -> tuple[torch.Tensor, LaggingDevice]:
         layout, gpu = weight_layout(FOUR_LAYERS, "float32"), LaggingGpu(seed=1)
         device = LaggingDevice(checkpoint, layout, keep_logits=True, gpu=gpu, triton=True)
-        generated = generate(
-            device,
-            make_policy(policy),
-            TWO_MEMORIES,
-            PROMPTS,
-            new_tokens=6,
-            micro_batch_size=len(PROMPTS),
-            weights=weights,
-        )
-        return generated.logits_RSV, device
+        ran = one_batch(device, policy, weights=weights, new_tokens=6, size=len(PROMPTS))
+        return ran.logits_RSV, device
 
     streamed, device = logits("layer_streaming", 0.6)
     assert same_bits(streamed, logits("resident", 2.0)[0])

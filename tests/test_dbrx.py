@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from moesched.devices.products.linear import linear
 from moesched.devices.products.plain_weights import plain_linear
@@ -18,7 +18,7 @@ from moesched.models.operations import Operations
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
-from reference import cut_in_three, read_weights
+from reference import cut_in_three, read_weights, tensors_in
 from small_models import SMALL_DBRX
 from stored_checkpoints import refusal
 
@@ -34,16 +34,11 @@ def small(tmp_path: Path) -> Path:
     return write_random_model(SMALL_DBRX, tmp_path / "small", 5, dtype="float32", shard_bytes=40_000)
 
 
-def stored(directory: Path) -> dict[str, Tensor]:
-    files = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
-    return {name: tensor.clone() for file in files for name, tensor in file.items()}
-
-
 def test_every_tensor_is_found_in_the_one_that_holds_it(small: Path) -> None:
     checkpoint = open_checkpoint(small)
     found = read_weights(checkpoint, torch.float32)
     assert {name: tensor.shape for name, tensor in checkpoint.tensors.items()} == tensor_shapes(SMALL_DBRX)
-    published = stored(small)
+    published = tensors_in(small)
     block = "transformer.blocks.1."
     q, k, v = published[block + "norm_attn_norm.attn.Wqkv.weight"].split([48, 16, 16])
     w1, v1, w2 = (published[f"{block}ffn.experts.mlp.{name}"].split(40) for name in ("w1", "v1", "w2"))
@@ -131,7 +126,7 @@ def test_a_missing_tensor_is_told_with_what_it_would_hold_and_a_bias_is_refused(
     tmp_path: Path, name: str, tensor: Tensor | None, said: str
 ) -> None:
     folder = write_random_model(SMALL_DBRX, tmp_path / "one", dtype="float32")
-    changed = stored(folder) | {name: tensor}
+    changed = tensors_in(folder) | {name: tensor}
     for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
         path.unlink()
     kept = {name: each for name, each in changed.items() if each is not None}

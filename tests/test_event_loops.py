@@ -16,8 +16,7 @@ import pytest
 import uvloop
 
 import moesched
-from moesched.runs.listeners import Listener
-from moesched.steps.plan import Plan
+from listeners import CtrlC
 from moesched.steps.step import Step
 from moesched.system.own_loop import interruptible, run_on_own_loop
 from moesched.testing import check_policy
@@ -60,28 +59,6 @@ def inside(loop: str, call: Callable[[], T]) -> T:
     return result
 
 
-class CtrlC(Listener):
-    """Presses Ctrl-C at the third token, or when a simulation is planned."""
-
-    def __init__(self, *, when_planned: bool = False) -> None:
-        self.pressed = 0.0
-        self._tokens = 0
-        self._when_planned = when_planned
-
-    def planned(self, plan: Plan) -> None:
-        if self._when_planned:
-            self._press()
-
-    def generated(self, request: int, token: int, text: str) -> None:
-        self._tokens += 1
-        if self._tokens == 3:
-            self._press()
-
-    def _press(self) -> None:
-        self.pressed = time.process_time()
-        os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_run_gives_the_same_tokens_inside_of_a_loop(model: Path, loop: str) -> None:
     def run() -> Any:
@@ -108,7 +85,7 @@ def test_a_run_gives_the_same_tokens_in_a_worker_thread_of_a_loop(model: Path) -
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_ctrl_c_ends_a_run_inside_of_a_loop_with_its_tokens(model: Path, loop: str) -> None:
-    ctrl_c = CtrlC()
+    ctrl_c = CtrlC(3)
     report = inside(
         loop,
         lambda: moesched.run_model(model, ["abc"], policy="cgopipe", max_new_tokens=5_000, listener=ctrl_c),
@@ -121,7 +98,7 @@ def test_ctrl_c_ends_a_run_inside_of_a_loop_with_its_tokens(model: Path, loop: s
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_ctrl_c_ends_a_simulation_inside_of_a_loop(loop: str) -> None:
-    ctrl_c = CtrlC(when_planned=True)
+    ctrl_c = CtrlC("planned")
     with pytest.raises(KeyboardInterrupt):
         inside(
             loop,

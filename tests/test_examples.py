@@ -57,19 +57,8 @@ def test_the_main_job_shows_text_a_table_and_traces_that_hold(
             )
         )
     )
-    output = run(
-        "first_run.py",
-        "--out",
-        tmp_path / "out",
-        "--layers",
-        3,
-        "--share",
-        0.9,
-        "--rounds",
-        1,
-        "--machine",
-        machine,
-    )
+    sizes = ("--layers", 3, "--share", 0.9, "--rounds", 1)
+    output = run("first_run.py", "--out", tmp_path / "out", *sizes, "--machine", machine)
     assert "Return a new" in output
     for policy in ("resident", "layer_streaming", "cgopipe"):
         assert policy in output

@@ -130,17 +130,11 @@ def test_a_stream_that_waits_for_launches_is_told_from_one_that_computes(tmp_pat
 
 @given(
     st.lists(
-        st.tuples(
-            st.integers(0, 2),
-            st.integers(1, 40),
-            st.sets(st.integers(0, 4)),
-            st.integers(0, 4),
-            st.booleans(),
-        ),
+        st.tuples(st.integers(0, 2), st.integers(1, 40), st.sets(st.integers(0, 4)), st.integers(0, 4), st.booleans()),
         min_size=1,
         max_size=25,
     )
-)
+)  # fmt: skip
 def test_causes_add_up_to_the_idle_time_of_each_lane_in_any_graph(
     chosen: list[tuple[int, int, set[int], int, bool]],
 ) -> None:
@@ -244,38 +238,29 @@ def test_the_bottleneck_is_what_would_save_most_if_it_were_relieved(
     assert told.saved == pytest.approx(saved / (fetch_time + kernel_time), rel=0.06)
 
 
-@pytest.mark.parametrize(("slots", "cause"), [(2, "budget"), (1, "lane")])
-def test_a_pool_is_blamed_for_experts_that_one_of_twice_the_slots_would_keep(slots: int, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("experts", "pages", "slots", "cause", "saved"),
+    [(3, 1, 2, "budget", 0.85), (3, 1, 1, "lane", 0.5), (1, 0, 2, "lane", 0.5)],
+    ids=["twice the slots", "twice the slots are too few", "a fetch of no pages"],
+)
+def test_a_pool_is_blamed_for_experts_that_one_of_twice_the_slots_would_keep(
+    experts: int, pages: int, slots: int, cause: str, saved: float
+) -> None:
     async def policy(engine: Engine) -> None:
         link, gpu = engine.lanes
         for turn in range(30):
             page = Block("page")
-            engine.submit(of_expert(turn % 3, fetch(link, "fetch", 50)), (), (page,))
-            engine.submit(of_expert(turn % 3, task(gpu, "run_expert", 5)), (page,))
+            engine.submit(of_expert(turn % experts, fetch(link, "fetch", 50)), (), (page,))
+            engine.submit(of_expert(turn % experts, task(gpu, "run_expert", 5)), (page,))
 
     recording = run_graph(policy, ["link", "gpu"], "in_order")
     for each in recording.slices:
-        each.task = msgspec.structs.replace(each.task, pool_slots=slots if each.task.pages else 0)
+        if each.task.pages:
+            each.task = msgspec.structs.replace(each.task, pages=pages, pool_slots=slots)
     told = explain(recording, ABOUT).bottleneck
     assert told is not None
     assert (told.kind, told.cause) == ("fetch", cause)
-    assert told.saved == pytest.approx(0.85 if cause == "budget" else 0.5, abs=0.05)
-
-
-def test_a_fetch_of_no_pages_needs_no_larger_pool() -> None:
-    async def policy(engine: Engine) -> None:
-        link, gpu = engine.lanes
-        for _ in range(3):
-            page = Block("page")
-            engine.submit(of_expert(0, fetch(link, "fetch", 50)), (), (page,))
-            engine.submit(of_expert(0, task(gpu, "run_expert", 5)), (page,))
-
-    recording = run_graph(policy, ["link", "gpu"], "in_order")
-    for each in recording.slices:
-        each.task = msgspec.structs.replace(each.task, pages=0, pool_slots=2)
-    told = explain(recording, ABOUT).bottleneck
-    assert told is not None
-    assert (told.kind, told.cause) == ("fetch", "lane")
+    assert told.saved == pytest.approx(saved, abs=0.05)
 
 
 def test_a_router_that_fetches_wait_for_is_the_bottleneck() -> None:

@@ -103,63 +103,38 @@ def torch_device_that_gives(verb: str, change: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("value", "options", "says"),
+    ("verb", "value", "says"),
     [
-        (
-            None,
-            {},
-            "gives None for sample mb0: give a list with the token of each sequence, an int of 0 or more",
-        ),
-        ([1], {}, "gives 1 values to 2 sequences for sample mb0"),
-        ([1, 2, 3], {}, "gives 3 values to 2 sequences"),
-        ([1.0, 2.0], {}, "gives the token 1.0 for"),
-        (np.array([1, 2]), {}, r"gives array\(\[1, 2\]\) for"),
-        ([1, -1], {}, "gives the token -1 for"),
-        (
-            [1, 2],
-            {"sampling": moesched.Sampling(beams=2)},
-            "gives 1 for sample mb0: give a list with the .*Standing",
-        ),
+        ("sample", None, "None for sample mb0: give a list with the token of each sequence, an int of 0 or more"),
+        ("sample", [1], "1 values to 2 sequences for sample mb0"),
+        ("sample", [1, 2, 3], "3 values to 2 sequences"),
+        ("sample", [1.0, 2.0], "the token 1.0 for"),
+        ("sample", np.array([1, 2]), r"array\(\[1, 2\]\) for"),
+        ("sample", [1, -1], "the token -1 for"),
+        ("route", None, "None for route L0 mb0: give a dict with the rows of each expert .* by ints from 0 to 3$"),
+        ("route", [1], r"\[1\] for route L0 mb0"),
+        ("route", {99: 1}, "{99: 1} for route L0 mb0"),
+        ("route", {-1: 1}, "{-1: 1} for"),
+        ("route", {0: 0}, "{0: 0} for"),
+        ("route", {0: 2.0}, "{0: 2.0} for"),
+        ("route", {"0": 2}, "{'0': 2} for"),
     ],
-)
-def test_wrong_tokens_of_a_device_end_its_run_with_its_name(
-    model: Path, value: Any, options: dict[str, Any], says: str
+)  # fmt: skip
+def test_wrong_values_of_a_device_end_its_run_with_its_name_and_not_the_policys_line(
+    model: Path, verb: str, value: Any, says: str
 ) -> None:
-    device = torch_device_that_gives("sample", lambda _: value)
-    with pytest.raises(moesched.MoeschedError, match=f"^device Mistaken: execute {says}"):
-        moesched.run_model(
-            model,
-            [[1, 2], [3]],
-            policy="resident",
-            device=device,
-            micro_batch_size=2,
-            max_new_tokens=2,
-            **options,
-        )
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (
-            None,
-            "gives None for route L0 mb0: give a dict with the rows of each expert .* by ints from 0 to 3$",
-        ),
-        ([1], r"gives \[1\] for route L0 mb0"),
-        ({99: 1}, "gives {99: 1} for route L0 mb0"),
-        ({-1: 1}, "gives {-1: 1} for"),
-        ({0: 0}, "gives {0: 0} for"),
-        ({0: 2.0}, "gives {0: 2.0} for"),
-        ({"0": 2}, "gives {'0': 2} for"),
-    ],
-)
-def test_wrong_rows_of_a_device_end_its_run_with_its_name_and_not_the_policys_line(
-    model: Path, value: Any, says: str
-) -> None:
-    device = torch_device_that_gives("route", lambda _: value)
-    with pytest.raises(moesched.MoeschedError, match=f"^device Mistaken: execute {says}") as refused:
-        moesched.run_model(model, [[1, 2], [3]], policy="expert_cache", device=device, max_new_tokens=2)
+    device = torch_device_that_gives(verb, lambda _: value)
+    options: dict[str, Any] = {"policy": "expert_cache", "micro_batch_size": 2, "max_new_tokens": 2}
+    with pytest.raises(moesched.MoeschedError, match=f"^device Mistaken: execute gives {says}") as refused:
+        moesched.run_model(model, [[1, 2], [3]], device=device, **options)
     assert type(refused.value) is WrongValue
+
+
+def test_a_device_gives_beam_search_what_stands_and_no_tokens(model: Path) -> None:
+    device = torch_device_that_gives("sample", lambda _: [1, 2])
+    beams = moesched.Sampling(beams=2)
+    with pytest.raises(WrongValue, match=r"gives 1 for sample mb0: give a list with the .*Standing"):
+        moesched.run_model(model, [[1, 2], [3]], policy="resident", device=device, sampling=beams)
 
 
 def test_wrong_forecasts_and_missing_scores_of_a_device_end_its_run_with_its_name(model: Path) -> None:
@@ -199,18 +174,13 @@ def test_integers_of_numpy_are_taken_as_ints(
     assert {type(token) for each in tokens or [] for token in each} == {int}
 
 
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [(10, "10"), ("10", "'10'"), (1e6, "1000000.0"), (None, "None")],
-)
-def test_wrong_sizes_of_slots_are_refused_with_the_name_of_the_device(
-    model: Path, size: Any, shown: str
-) -> None:
+@pytest.mark.parametrize("size", [10, "10", 1e6, None])
+def test_wrong_sizes_of_slots_are_refused_with_the_name_of_the_device(model: Path, size: Any) -> None:
     class Mistaken(TorchDevice):
         def slot_bytes(self, page: Page) -> Any:
             return size
 
-    says = f"^device Mistaken: slot_bytes gives {shown} for page L0 dense #0: give an int of at least .* nbytes, "
+    says = f"^device Mistaken: slot_bytes gives {size!r} for page L0 dense #0: give an int of at least .* nbytes, "
     with pytest.raises(moesched.BadInput, match=says):
         moesched.run_model(model, [[1]], policy="layer_streaming", device=Mistaken, max_new_tokens=2)
 
@@ -220,10 +190,11 @@ def test_sizes_of_slots_may_be_integers_of_numpy(model: Path) -> None:
         def slot_bytes(self, page: Page) -> Any:
             return np.int64(super().slot_bytes(page))
 
-    report = moesched.run_model(model, [[1]], policy="layer_streaming", device=Numeric, max_new_tokens=2)
-    assert (
-        report.tokens == moesched.run_model(model, [[1]], policy="layer_streaming", max_new_tokens=2).tokens
+    numeric, plain = (
+        moesched.run_model(model, [[1]], policy="layer_streaming", device=device, max_new_tokens=2)
+        for device in (Numeric, "torch")
     )
+    assert numeric.tokens == plain.tokens
 
 
 @pytest.mark.parametrize("kinds", [None, {"gpu": "nonsense"}, ["gpu"]])

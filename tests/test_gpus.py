@@ -25,7 +25,7 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.seams import Observer
 from moesched.tasks import Task
 from odd_models import MIXTRAL, layout_of
-from odd_runs import generated
+from odd_runs import one_batch
 
 
 @pytest.mark.parametrize(("rank", "ranks", "gpus", "own"), [(0, 1, 1, 0), (3, 1, 1, 0), (1, 2, 2, 1)])
@@ -55,7 +55,7 @@ def test_a_calibrated_machine_has_no_more_memory_than_is_free_now(free: int, lef
 
 def streamed(checkpoint: Checkpoint, gpu: LaggingGpu, *observers: Observer) -> Generated:
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
-    return generated(device, "cgopipe", weights=0.8, observers=observers)
+    return one_batch(device, "cgopipe", weights=0.8, observers=observers)
 
 
 FREE = (WORKSPACE_BYTES + 100_000) * 20 // 19
@@ -124,7 +124,7 @@ def test_segments_of_the_allocator_grow_unless_the_user_has_set_it(allocator: No
 def test_a_peak_that_begins_anew_counts_nothing_that_the_case_before_left(checkpoint: Checkpoint) -> None:
     gpu = LaggingGpu()
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
-    generated(device, "resident", keep_open=True)
+    one_batch(device, "resident", keep_open=True)
     assert gpu.memory.in_use() > sum(page.nbytes for page in device.layout.pages)
     device.close()
     begin_peak(torch.get_device_module(GPU_DEVICE))

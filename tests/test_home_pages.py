@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.shared.small_runs import PAGE_LOCKED, TWO_MEMORIES, Generated, fast_memory
+from benchmarks.shared.small_runs import PAGE_LOCKED, TWO_MEMORIES, Generated
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.lagging.pinned import is_read_only
 from moesched.devices.shared.page_reader import PageReader
@@ -32,15 +32,10 @@ from moesched.machines.toml_text import machine_toml
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.plugins import make_policy
-from moesched.requests.batch import split_batch
-from moesched.runs.hardware import run
-from moesched.runs.outcome import Report
-from moesched.runs.planning import plan_run
 from moesched.seams import Observer, ignore_progress
 from moesched.tasks import Task
-from odd_models import PROMPTS, WIDE, layout_of
-from odd_runs import generated
+from odd_models import WIDE, layout_of
+from odd_runs import one_batch, report_of
 from test_mapped_pages import linux, mapped_bytes
 
 pytestmark = linux
@@ -66,7 +61,7 @@ def checkpoint(wide: Path, tmp_path: Path) -> Checkpoint:
 @pytest.fixture(scope="module")
 def expected(wide: Path) -> Generated:
     layout = layout_of(WIDE, "bfloat16")
-    return generated(TorchDevice(open_checkpoint(wide), layout, keep_logits=True, kernel="torch"), "resident")
+    return one_batch(TorchDevice(open_checkpoint(wide), layout, keep_logits=True, kernel="torch"), "resident")
 
 
 @pytest.fixture
@@ -107,7 +102,7 @@ def device_on(gpu: LaggingGpu, checkpoint: Checkpoint, *, map_files: bool = True
 def streamed(
     device: LaggingDevice, policy: str, machine: Machine = PAGE_LOCKED, *observers: Observer
 ) -> Generated:
-    return generated(device, policy, machine=machine, weights=0.8, observers=observers, keep_open=True)
+    return one_batch(device, policy, machine=machine, weights=0.8, observers=observers, keep_open=True)
 
 
 class Allocations:
@@ -164,7 +159,7 @@ def test_weights_that_the_host_computes_with_are_read_into_locked_memory_and_map
     device = device_on(gpu, open_checkpoint(wide))
     streamed(device, "layer_streaming")
     assert any(map(is_read_only, gpu.pinned.registered))
-    generated(device, "twiddler", {"experts": 4}, machine=PAGE_LOCKED, keep_open=True)
+    one_batch(device, "twiddler", {"experts": 4}, machine=PAGE_LOCKED, keep_open=True)
     assert not any(map(is_read_only, gpu.pinned.registered))
     assert device.weights_home is not None
     assert device.weights_home.way == REGISTERED
@@ -216,14 +211,6 @@ def test_a_way_that_is_refused_gives_way_to_the_next_by_name(
     assert not gpu.pinned.registered
 
 
-def one_batch(device: LaggingDevice, machine: Machine, *observers: Observer) -> Report:
-    """Run a batch that may end early, and close the device."""
-    policy, batch = make_policy("layer_streaming"), split_batch([len(prompt) for prompt in PROMPTS], 4, 2)
-    budgets = fast_memory(device, machine, batch, 0.8)
-    plan = plan_run(machine, device.layout, batch, policy, budgets, device.slot_bytes)
-    return run(plan, policy, device, PROMPTS, observers=observers)
-
-
 class Writer:
     """Tries to write to a file once the first page has been copied."""
 
@@ -239,7 +226,13 @@ class Writer:
 def test_a_write_to_a_mapped_file_ends_the_run_in_one_line_and_leaves_nothing_locked(
     checkpoint: Checkpoint, gpu: LaggingGpu
 ) -> None:
-    report = one_batch(device_on(gpu, checkpoint), PAGE_LOCKED, Writer(weights_of(checkpoint)))
+    report = report_of(
+        device_on(gpu, checkpoint),
+        "layer_streaming",
+        machine=PAGE_LOCKED,
+        weights=0.8,
+        observers=[Writer(weights_of(checkpoint))],
+    )
     assert report.failure is not None
     assert f"another process writes to {weights_of(checkpoint)}" in report.failure
     assert report.failure.endswith("change it after the run, or run with --device-set map_files=false")
@@ -260,7 +253,9 @@ def test_ctrl_c_while_weights_load_leaves_nothing_locked(wide: Path, gpu: Laggin
 
     device = device_on(gpu, open_checkpoint(wide), map_files=way == MAPPED)
     device.tell = interrupt
-    report = one_batch(device, TWO_MEMORIES if way == ORDINARY else PAGE_LOCKED)
+    report = report_of(
+        device, "layer_streaming", machine=TWO_MEMORIES if way == ORDINARY else PAGE_LOCKED, weights=0.8
+    )
     gc.collect()
     assert report.interrupted
     assert len(told) == 1
@@ -414,7 +409,7 @@ def test_memory_is_unlocked_only_after_copies_that_a_failed_run_left(wide: Path,
     device = device_on(gpu, open_checkpoint(wide))
     streamed(device, "cgopipe")
     leave_a_copy(gpu)
-    generated(device, "resident", machine=PAGE_LOCKED, keep_open=True)
+    one_batch(device, "resident", machine=PAGE_LOCKED, keep_open=True)
     assert not any(map(is_read_only, gpu.pinned.registered))
     streamed(device, "layer_streaming")
     leave_a_copy(gpu)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
+from benchmarks.shared.small_runs import same_bits
 from clocks_in_turn import PLAIN, in_turn
 from moesched.cli.main import main
 from moesched.devices.torch.device import TorchDevice
@@ -41,6 +41,7 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.steps.roles import Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
+from odd_runs import one_batch
 from runs import cached_on_host
 from small_models import SMALL, small_model
 
@@ -75,14 +76,13 @@ def test_every_share_gives_the_same_logits_to_the_bit(
     """The caches of several requests are divided by micro-batches, that of one by layers."""
     layout = weight_layout(checkpoint.config, "float32")
     none, *others = (
-        generate(
+        one_batch(
             TorchDevice(checkpoint, layout, keep_logits=True),
-            make_policy(policy, {"kv_on_gpu": share}),
-            TWO_MEMORIES,
-            prompts,
-            new_tokens=4,
-            micro_batch_size=1,
+            policy,
+            {"kv_on_gpu": share},
             weights=0.8 if len(prompts) > 1 else 2.0,
+            prompts=prompts,
+            size=1,
         )
         for share in ((0.0, 0.5, 1.0) if len(prompts) > 1 else (0.0, 1 / 3, 2 / 3, 1.0))
     )
@@ -209,14 +209,11 @@ class Placing(FlexGen):
             [("host", {"layers": [0, 1]}), ("accelerator", {"layers": [1]})],
             "the KV cache of mb0 is the host's already",
         ),
-        (
-            [("accelerator", {"micro_batches": [0]})],
-            "has no place for the KV cache of mb1: call plan.place_kv",
-        ),
+        ([("accelerator", {"micro_batches": [0]})], "has no place for the KV cache of mb1: call plan.place_kv"),
         ([("host", {"layers": [0]})], "has no place for the KV cache of mb0: call plan.place_kv"),
         ([("host", {"layers": [99]})], "place_kv: there is no L99: layers go from 0 to"),
     ],
-)
+)  # fmt: skip
 def test_each_part_of_a_cache_is_placed_once(placed: list[Any], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         Case(name="placing", machine=T4).plan(Placing(*placed))

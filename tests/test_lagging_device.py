@@ -35,7 +35,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from odd_models import GLM, GPT_OSS, GRANITE, MIXTRAL, PROMPTS, WIDE, coded, layout_of, stored
-from odd_runs import generated, two_batches
+from odd_runs import kv_caches, one_batch, two_batches
 from policies_for_two_memories import STREAM_MOST
 
 RARE = ("whole prompts", "three nodes")
@@ -85,7 +85,7 @@ def wanted(models: dict[int, Models]) -> Callable[[int, Case], Ended]:
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> Generated:
     device = TorchDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, kernel="torch")
-    return generated(device, "resident")
+    return one_batch(device, "resident")
 
 
 def test_no_policy_and_no_way_is_left_out() -> None:
@@ -132,7 +132,7 @@ def test_a_policy_that_streams_has_the_bits_of_the_cpu_in_16_bits(
 ) -> None:
     wide = stored(WIDE, tmp_path)
     device = TorchDevice(wide, layout_of(wide.config, dtype), keep_logits=True, kernel="torch")
-    expected = generated(device, "resident")
+    expected = one_batch(device, "resident")
     for found in two_batches(LaggingDevice, wide, dtype, policy, {}, 0.8):
         assert found.streamed_pages > 0
         assert found.tokens == expected.tokens
@@ -204,12 +204,12 @@ def test_links_may_have_any_names(checkpoint: Checkpoint, expected: Generated) -
     device = LaggingDevice(
         checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=LaggingGpu(seed=1)
     )
-    assert same_bits(generated(device, "cgopipe", machine=machine).logits_RSV, expected.logits_RSV)
+    assert same_bits(one_batch(device, "cgopipe", machine=machine).logits_RSV, expected.logits_RSV)
 
 
 def test_a_micro_batch_keeps_no_queries_and_no_rows_of_experts_after_a_step(checkpoint: Checkpoint) -> None:
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
-    generated(device, "resident", keep_open=True)
+    one_batch(device, "resident", keep_open=True)
     states = [each for each in gc.get_objects() if type(each) is MicroBatchState]
     assert states
     assert not any(vars(state).keys() & {"qkv", "rows"} for state in states)
@@ -224,15 +224,12 @@ def keep_caches_in_a_cycle() -> None:
 
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
 def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy: str) -> None:
-    def caches() -> int:
-        return sum(type(each) is BlockedKV for each in gc.get_objects())
-
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
     in_use, afterwards, before_allocating = [], [], []
 
     def tell(what: str, done: float, whole: float) -> None:
         if what == "allocating memory" and done == 0:  # looking through all objects takes long
-            before_allocating.append(caches())
+            before_allocating.append(kv_caches())
 
     device.tell = tell
     gc.collect()
@@ -240,9 +237,9 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
     gc.disable()
     try:
         for _ in range(3):
-            generated(device, policy, keep_open=True)
+            one_batch(device, policy, keep_open=True)
             in_use.append((device.gpu.memory.in_use(), device.gpu.memory.reserved))
-            afterwards.append(caches())
+            afterwards.append(kv_caches())
             keep_caches_in_a_cycle()
     finally:
         gc.enable()

@@ -41,7 +41,7 @@ from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from odd_models import MIXTRAL, PROMPTS, layout_of
-from odd_runs import generated
+from odd_runs import one_batch
 from test_home_pages import Allocations
 
 
@@ -56,7 +56,7 @@ def device_on(gpu: LaggingGpu, checkpoint: Checkpoint) -> LaggingDevice:
 
 
 def streamed(device: LaggingDevice, policy: str) -> Generated:
-    return generated(device, policy, weights=0.8, keep_open=True)
+    return one_batch(device, policy, weights=0.8, keep_open=True)
 
 
 def caches_on_host() -> list[BlockedKV]:
@@ -226,7 +226,7 @@ def test_no_page_locked_memory_is_allocated_after_the_second_step(
     gpu = LaggingGpu(seed=2)
     allocations = Allocations(gpu)
     device = device_on(gpu, checkpoint)
-    generated(device, policy, settings, weights=0.9, observers=[allocations])
+    one_batch(device, policy, settings, weights=0.9, observers=[allocations])
     assert len(allocations.seen) == 1
 
 
@@ -285,10 +285,10 @@ def test_native_calls_on_the_host_beside_a_gpu_give_the_tokens_of_the_cpu(
     checkpoint: Checkpoint, seed: int, policy: str
 ) -> None:
     layout, gpu = layout_of(MIXTRAL, "float32"), LaggingGpu(seed=seed)
-    expected = generated(TorchDevice(checkpoint, layout, keep_logits=True), "resident")
+    expected = one_batch(TorchDevice(checkpoint, layout, keep_logits=True), "resident")
     device = LaggingDevice(checkpoint, layout, keep_logits=True, gpu=gpu, kernel="auto")
     for _ in range(2):
-        found = generated(device, policy, weights=0.9, keep_open=True)
+        found = one_batch(device, policy, weights=0.9, keep_open=True)
         assert found.tokens == expected.tokens
         assert found.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
     device.close()

@@ -55,15 +55,6 @@ def test_a_pool_that_replaces_nothing_asks_for_an_eviction() -> None:
     bench.check()
 
 
-def test_a_page_is_fetched_once() -> None:
-    bench = Bench()
-    bench.fetch(0)
-    with pytest.raises(
-        PolicyError, match=r"page L0 E0 #0 is already in gpu .*: fetch it once, or evict it first"
-    ):
-        bench.fetch(0)
-
-
 def test_a_page_is_named_once_even_for_the_slot_of_one_that_never_came() -> None:
     bench = Bench(slots=1)
     bench.fetch_in_vain(0)
@@ -74,21 +65,14 @@ def test_a_page_is_named_once_even_for_the_slot_of_one_that_never_came() -> None
     bench.check()
 
 
-def test_pages_are_placed_all_or_none() -> None:
+def test_a_page_is_fetched_once_and_pages_are_placed_all_or_none() -> None:
     bench = Bench(slots=3, replacement="none")
     bench.fetch(0)
-    with pytest.raises(PolicyError):
+    told = r"page L0 E0 #0 is already in gpu .*: fetch it once, or evict it first"
+    with pytest.raises(PolicyError, match=told):
         bench.fetch(1, 0)
     assert bench.held() == [0]
     bench.check()
-
-
-def test_a_slot_is_overwritten_after_all_who_read_its_page() -> None:
-    bench = Bench(slots=1)
-    bench.fetch(0)
-    bench.read(0)
-    bench.fetch(1)
-    assert bench.script.run() == ["fetch (0,)", "read (0,)", "fetch (1,)"]
 
 
 def test_a_page_whose_transfer_was_cancelled_is_not_there() -> None:
@@ -155,16 +139,6 @@ def test_replacing_one_page_of_a_view_waits_for_all_who_read_through_it() -> Non
     assert bench.script.started() == ["fetch (0, 1)", "left", "right"]
     bench.script.finish("right")
     assert bench.script.started() == ["fetch (2,)"]
-
-
-def test_a_view_ends_with_the_first_of_its_pages() -> None:
-    bench = Bench(slots=2)
-    bench.fetch(0, 1)
-    bench.read(0, 1)
-    bench.evict(0)
-    with pytest.raises(NotResident):
-        bench.read(0, 1)
-    bench.check()
 
 
 def test_many_kernels_that_read_many_pages_take_few_edges() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -29,7 +29,7 @@ from benchmarks.shared.random_models import (
     random_olmoe,
     random_qwen,
 )
-from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate, same_bits
+from benchmarks.shared.small_runs import ONE_MEMORY, Generated, same_bits
 from commands import refused
 from damaged_weights import damage
 from moesched.devices.mlx.device import MlxDevice
@@ -40,10 +40,9 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.plugins import make_policy
-from moesched.seams import TokenSpan
 from moesched.testing import check_device
-from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS, layout_of, stored
+from odd_models import DBRX, MIXTRAL, OLMOE, layout_of, stored
+from odd_runs import Choices, one_batch
 from small_models import small_model
 from test_nodes import MODELS as NODE_MODELS
 from test_nodes import POLICIES as NODE_POLICIES
@@ -117,35 +116,25 @@ def layout(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> WeightLayo
     return layout_of(checkpoint.config, request.param)
 
 
-def generate_by(policy: str, device: Any, *, weights: float = 0.8, **settings: Any) -> Generated:
-    """Greedy tokens and logits under a policy, with room for a share of the weights."""
-    return generate(
-        device,
-        make_policy(policy, settings),
-        ONE_MEMORY,
-        PROMPTS,
-        new_tokens=4,
-        micro_batch_size=2,
-        weights=weights,
-        keep_open=True,
-    )
+on_mlx = partial(one_batch, machine=ONE_MEMORY, keep_open=True)
+"""One batch under a policy, with room for a share of the weights."""
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint, layout: WeightLayout) -> Generated:
-    return generate_by("resident", MlxDevice(checkpoint, layout, keep_logits=True), weights=1.0)
+    return on_mlx(MlxDevice(checkpoint, layout, keep_logits=True), "resident", weights=1.0)
 
 
 @pytest.mark.parametrize(
-    ("policy", "settings"),
+    ("policy", "settings", "weights"),
     [
-        ("layer_streaming", {}),
-        ("cgopipe", {}),
-        ("expert_streaming", {}),
-        ("fastdecode", {}),
-        ("twiddler", {}),
-        ("adversarial", {"seed": 4}),
-        ("moesched.testing.random_rows:RandomRows", {"seed": 5, "weights": 1.0}),
+        ("layer_streaming", {}, 0.8),
+        ("cgopipe", {}, 0.8),
+        ("expert_streaming", {}, 0.8),
+        ("fastdecode", {}, 0.8),
+        ("twiddler", {}, 0.8),
+        ("adversarial", {"seed": 4}, 0.8),
+        ("moesched.testing.random_rows:RandomRows", {"seed": 5}, 1.0),
     ],
 )
 def test_every_policy_gives_the_same_logits(
@@ -154,9 +143,10 @@ def test_every_policy_gives_the_same_logits(
     expected: Generated,
     policy: str,
     settings: Mapping[str, int],
+    weights: float,
 ) -> None:
     device = MlxDevice(checkpoint, layout, keep_logits=True)
-    got = generate_by(policy, device, **settings)
+    got = on_mlx(device, policy, settings, weights=weights)
     asyncio.run(device.aclose())
     assert got.tokens == expected.tokens
     assert same_bits(got.logits_RSV, expected.logits_RSV)
@@ -172,7 +162,7 @@ def test_the_next_batch_finds_the_weights_that_stay(
 ) -> None:
     device, read = MlxDevice(checkpoint, layout, keep_logits=True), [0]
     for share in weights:
-        got = generate_by("resident" if share == 1 else "layer_streaming", device, weights=share)
+        got = on_mlx(device, "resident" if share == 1 else "layer_streaming", weights=share)
         assert same_bits(got.logits_RSV, expected.logits_RSV)
         read.append(device.bytes_read)
     if set(weights) == {1.0}:
@@ -186,7 +176,7 @@ def test_standing_by_between_batches_uses_the_weights_that_stay_and_changes_noth
     device = MlxDevice(checkpoint, layout, keep_logits=True)
     assert device.stand_by() == 0
     for _ in range(2):
-        got = generate_by("resident", device, weights=1.0)
+        got = on_mlx(device, "resident", weights=1.0)
         assert same_bits(got.logits_RSV, expected.logits_RSV)
         assert device.stand_by() > checkpoint.config.layers
     for _ in range(2):
@@ -286,19 +276,6 @@ def test_a_limit_of_the_process_is_what_was_asked_for_and_then_what_it_was_befor
 RUN = ("run", "--policy", "resident")
 
 
-class Choices:
-    """Remembers what routers chose."""
-
-    def __init__(self) -> None:
-        self.chosen: dict[tuple[int, int, int], list[int]] = {}
-
-    def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: Any) -> None:
-        rows = iter(experts_Tk.tolist())
-        for request, first, tokens in spans:
-            for position in range(first, first + tokens):
-                self.chosen[layer, request, position] = next(rows)
-
-
 @pytest.mark.parametrize("policy", ["resident", "expert_streaming"])
 def test_who_watches_the_routers_is_told_what_torch_tells(tmp_path: Path, policy: str) -> None:
     checkpoint = open_checkpoint(small_model(tmp_path / "model"))
@@ -306,8 +283,8 @@ def test_who_watches_the_routers_is_told_what_torch_tells(tmp_path: Path, policy
     for kind in (MlxDevice, TorchDevice):
         device, choices = kind(checkpoint, weight_layout(checkpoint.config), keep_logits=True), Choices()
         device.observe_routing(choices)
-        generate_by(policy, device, weights=1.0)
-        seen.append(choices.chosen)
+        on_mlx(device, policy, weights=1.0)
+        seen.append(choices.of)
         asyncio.run(device.aclose())
     assert seen[0] == seen[1]
 

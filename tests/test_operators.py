@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
+from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, same_bits
 from moesched.devices.kernels.check import check_kernel, cpu_resources
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.resources import host_upload
@@ -46,9 +46,9 @@ from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import as_used_by, plan_run
-from moesched.seams import TokenSpan
 from moesched.tasks import Task
 from odd_models import PROMPTS, WIDE, stored
+from odd_runs import Choices, one_batch
 
 MODEL = WIDE.varied(name="aligned", layers=4, heads=4, kv_heads=2, head_dim=24, experts=5, window=4)
 PAGE_BYTES = 14_000
@@ -59,14 +59,7 @@ AT_ENDS = 2
 
 @pytest.mark.parametrize(
     "row",
-    [
-        TritonAttentionInputs,
-        TritonOutputProjection,
-        TritonRoute,
-        TritonExpert,
-        TritonCombine,
-        TritonLogits,
-    ],
+    [TritonAttentionInputs, TritonOutputProjection, TritonRoute, TritonExpert, TritonCombine, TritonLogits],
 )
 def test_a_row_keeps_the_promises_of_the_table(row: type[TritonKernel]) -> None:
     class OnHost(row):  # type: ignore[misc, valid-type]  # a class of the parameters
@@ -82,26 +75,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return stored(MODEL, tmp_path_factory.mktemp("models"))
 
 
-def result(
-    device: TorchDevice,
-    policy: str,
-    size: int = 2,
-    weights: float = 2.0,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    new_tokens: int = 4,
-    settings: dict[str, int] | None = None,
-) -> Generated:
-    return generate(
-        device,
-        make_policy(policy, settings),
-        TWO_MEMORIES,
-        prompts,
-        new_tokens=new_tokens,
-        micro_batch_size=size,
-        weights=weights,
-    )
-
-
 def on_cpu(checkpoint: Checkpoint) -> TorchDevice:
     layout = weight_layout(checkpoint.config, "float32", PAGE_BYTES)
     return TorchDevice(checkpoint, layout, keep_logits=True, kernel="torch")
@@ -114,11 +87,11 @@ def on_gpu(checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> Lag
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> Generated:
-    return result(on_cpu(checkpoint), "resident")
+    return one_batch(on_cpu(checkpoint), "resident")
 
 
 def test_operators_give_the_tokens_of_the_cpu(checkpoint: Checkpoint, expected: Generated) -> None:
-    found = result(on_gpu(checkpoint), "resident")
+    found = one_batch(on_gpu(checkpoint), "resident")
     assert found.tokens == expected.tokens
     assert found.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
 
@@ -134,9 +107,9 @@ def test_operators_give_the_tokens_of_the_cpu(checkpoint: Checkpoint, expected: 
 def test_bits_depend_on_no_policy_and_no_number_of_rows(
     checkpoint: Checkpoint, policy: str, settings: dict[str, int], dtype: str
 ) -> None:
-    resident = result(on_gpu(checkpoint, dtype=dtype), "resident", size=4)
+    resident = one_batch(on_gpu(checkpoint, dtype=dtype), "resident", size=4)
     device = on_gpu(checkpoint, seed=1, dtype=dtype)
-    found = result(device, policy, size=1, weights=0.8, settings=settings)
+    found = one_batch(device, policy, size=1, weights=0.8, settings=settings)
     assert found.tokens == resident.tokens
     assert same_bits(found.logits_RSV, resident.logits_RSV)
 
@@ -146,7 +119,7 @@ def test_operators_run_beside_attention_or_experts_on_the_host(
     checkpoint: Checkpoint, expected: Generated, policy: str
 ) -> None:
     device = on_gpu(checkpoint, seed=2)
-    assert result(device, policy, weights=0.8).tokens == expected.tokens
+    assert one_batch(device, policy, weights=0.8).tokens == expected.tokens
     assert device.gpu.operations.calls["attention_inputs"] >= 4 * MODEL.layers
 
 
@@ -155,7 +128,7 @@ def test_the_experts_of_long_prompts_run_in_parts(checkpoint: Checkpoint) -> Non
     prompts = [[1 + token % 90 for token in range(tokens)] for tokens in (3, tokens_of_a_part - 1, 5)]
     device = on_gpu(checkpoint)
     found, wanted = (
-        result(each, "resident", size=3, prompts=prompts, new_tokens=1).tokens
+        one_batch(each, "resident", size=3, prompts=prompts, new_tokens=1).tokens
         for each in (device, on_cpu(checkpoint))
     )
     assert found == wanted
@@ -171,7 +144,7 @@ def test_sequences_that_grow_get_room_for_their_parts_and_blocks(tmp_path: Path)
         [1 + token % 90 for token in range(tokens)] for tokens in (PART_TOKENS - 4, 2 * KV_BLOCK_TOKENS - 2)
     ]
     devices = on_gpu(checkpoint, seed=3), on_cpu(checkpoint)
-    found, wanted = (result(each, "resident", size=1, prompts=prompts, new_tokens=8) for each in devices)
+    found, wanted = (one_batch(each, "resident", size=1, prompts=prompts, new_tokens=8) for each in devices)
     assert found.tokens == wanted.tokens
     assert found.logits_RSV.allclose(wanted.logits_RSV, atol=1e-5)
 
@@ -201,7 +174,7 @@ def test_micro_batches_that_keep_no_memory_use_that_of_others_only_when_it_is_fr
     prompts = [[1 + number % 90] for number in range(4 * (KEPT_ROWS + 1))]
 
     def tokens(device: TorchDevice) -> list[list[int]]:
-        return result(device, "cgopipe", KEPT_ROWS + 1, prompts=prompts, new_tokens=3).tokens
+        return one_batch(device, "cgopipe", size=KEPT_ROWS + 1, prompts=prompts, new_tokens=3).tokens
 
     wanted = tokens(on_cpu(checkpoint))
     for seed in (1, 2):
@@ -274,26 +247,13 @@ def test_all_numbers_of_a_step_of_prompts_come_with_its_tokens_in_one_upload() -
     assert len(uploads) == 1
 
 
-class Choices:
-    """An observer of routing that keeps the choices for each request, in order."""
-
-    def __init__(self) -> None:
-        self.of: defaultdict[int, list[object]] = defaultdict(list)
-
-    def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[np.int64]) -> None:
-        start = 0
-        for span in spans:
-            self.of[span.request].append((layer, span, experts_Tk[start : start + span.tokens].tolist()))
-            start += span.tokens
-
-
 @pytest.mark.parametrize("policy", ["resident", "expert_streaming"])
 def test_observers_see_the_choices_of_routers_in_order(checkpoint: Checkpoint, policy: str) -> None:
     seen = []
     for device in (on_gpu(checkpoint, seed=5), on_cpu(checkpoint)):
         choices = Choices()
         device.observe_routing(choices)
-        result(device, policy, weights=2.0 if policy == "resident" else 0.8)
+        one_batch(device, policy, weights=2.0 if policy == "resident" else 0.8)
         seen.append(choices.of)
     assert seen[0] == seen[1]
     assert len(seen[0]) == len(PROMPTS)
@@ -314,7 +274,7 @@ def test_observers_see_the_activations_of_experts(checkpoint: Checkpoint, policy
     seen = []
     for device in (on_gpu(checkpoint, seed=5), on_cpu(checkpoint)):
         device.observe_activations(activations := Activations())
-        result(device, policy, size=len(PROMPTS), weights=2.0 if policy == "resident" else 0.8)
+        one_batch(device, policy, size=len(PROMPTS), weights=2.0 if policy == "resident" else 0.8)
         seen.append(activations.of)
     for layer in range(MODEL.layers):
         found, wanted = (np.sort(np.concatenate(of[layer]), axis=0) for of in seen)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from moesched.devices.shared.arena import ALIGNMENT, Arena, aligned_bytes
@@ -25,6 +25,7 @@ from moesched.models.layout import Page, room_for, weight_layout
 from moesched.models.published import published_tensors
 from moesched.models.random_model import write_random_model
 from moesched.models.tensors import tensor_shapes
+from reference import tensors_in
 from small_models import TINY
 
 BLOCKS_OF_ROWS = 1000  # bytes: a page of a few rows
@@ -38,12 +39,6 @@ Tensors = dict[str, torch.Tensor]
 def model(tmp_path: Path) -> Path:
     """A tiny model in several shards, with the names of published checkpoints."""
     return write_random_model(TINY, tmp_path / "model", 11, shard_bytes=60_000)
-
-
-def stored(directory: Path) -> Tensors:
-    """Tensors as safetensors reads them, by published name; copied, since it maps files that tests write anew."""
-    files = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
-    return {name: tensor.clone() for file in files for name, tensor in file.items()}
 
 
 def canonical(tensors: Tensors) -> Tensors:
@@ -108,20 +103,20 @@ def require_equal(
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("page_bytes", [None, BLOCKS_OF_ROWS, 5000])
 def test_slots_hold_the_tensors_of_the_files(model: Path, page_bytes: int | None, direct: bool) -> None:
-    require_equal(model, canonical(stored(model)), "bfloat16", page_bytes, direct)
+    require_equal(model, canonical(tensors_in(model)), "bfloat16", page_bytes, direct)
 
 
 @pytest.mark.parametrize("page_bytes", [None, BLOCKS_OF_ROWS])
 @pytest.mark.parametrize("start", [0, 1, 2, 8, 511, 4094])
 def test_data_may_begin_at_any_byte_of_a_file(model: Path, start: int, page_bytes: int | None) -> None:
-    expected = canonical(stored(model))
+    expected = canonical(tensors_in(model))
     move_data(model, start)
     require_equal(model, expected, "bfloat16", page_bytes)
 
 
 @pytest.mark.parametrize("page_bytes", [None, BLOCKS_OF_ROWS])
 def test_experts_may_be_fused_into_one_tensor(model: Path, page_bytes: int | None) -> None:
-    expected = canonical(stored(model))
+    expected = canonical(tensors_in(model))
     write_fused(model, expected)
     require_equal(model, expected, "bfloat16", page_bytes)
 
@@ -134,14 +129,14 @@ def test_another_dtype_or_an_odd_offset_is_converted_on_the_way(
     tmp_path: Path, stored_as: str, wanted: str, start: int
 ) -> None:
     directory = write_random_model(TINY, tmp_path / "m", dtype=stored_as, shard_bytes=60_000)
-    expected = canonical(stored(directory))
+    expected = canonical(tensors_in(directory))
     move_data(directory, start)
     require_equal(directory, expected, wanted)
     require_equal(directory, expected, wanted, page_bytes=BLOCKS_OF_ROWS)
 
 
 def test_one_file_may_hold_several_dtypes(model: Path) -> None:
-    expected = canonical(stored(model))
+    expected = canonical(tensors_in(model))
     kinds = {"q": torch.float32, "ffn_norm": torch.float16, "gate": torch.float32}
     mixed = {
         name: tensor.to(kinds.get(name.split(".")[-1], tensor.dtype)) for name, tensor in expected.items()
@@ -156,7 +151,7 @@ def test_a_tensor_larger_than_the_conversion_buffer_is_converted_whole(tmp_path:
     directory = write_random_model(config, tmp_path / "m")
     move_data(directory, 1)
     checkpoint = open_checkpoint(directory)
-    expected = stored(write_random_model(config, tmp_path / "same"))["model.embed_tokens.weight"]
+    expected = tensors_in(write_random_model(config, tmp_path / "same"))["model.embed_tokens.weight"]
     with PageReader(checkpoint, weight_layout(config, "float32")) as reader:
         assert torch.equal(reader.read_tensor("embedding"), expected.float())
 
@@ -167,7 +162,7 @@ def test_a_page_is_copied_to_offsets_that_are_multiples_of_a_cache_line(
 ) -> None:
     directory = write_random_model(TINY, tmp_path / "m")
     move_data(directory, 8)
-    checkpoint, expected = open_checkpoint(directory), canonical(stored(directory))
+    checkpoint, expected = open_checkpoint(directory), canonical(tensors_in(directory))
     layout = weight_layout(checkpoint.config, page_bytes=page_bytes)
     off = 0
     with PageReader(checkpoint, layout) as reader:
@@ -201,7 +196,7 @@ def test_bytes_read_are_counted_in_whole_blocks(tmp_path: Path, dtype: str) -> N
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_several_threads_read_at_once(model: Path, dtype: str) -> None:
-    checkpoint, expected = open_checkpoint(model), canonical(stored(model))
+    checkpoint, expected = open_checkpoint(model), canonical(tensors_in(model))
     layout = weight_layout(checkpoint.config, dtype, BLOCKS_OF_ROWS)
     with PageReader(checkpoint, layout) as reader, ThreadPoolExecutor(4) as threads:
         arena = Arena(4, reader.slot_bytes)

@@ -11,7 +11,7 @@ import pytest
 from clocks_in_turn import PLAIN, in_turn
 from meddling import Everything
 from moesched import plugins
-from moesched.errors import BadInput, OutOfOrder, PolicyError
+from moesched.errors import BadInput, NotResident, OutOfOrder, PolicyError
 from moesched.machines import load_machine
 from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
@@ -94,21 +94,17 @@ class Sleepy(Forgetful):
         pass
 
 
-def test_the_suite_finds_a_policy_that_submits_what_it_may_not() -> None:
-    with pytest.raises(Exception, match="is not in gpu: fetch it before the kernel that reads it"):
-        check_policy(Forgetful)
-
-
-def test_the_suite_finds_a_policy_that_leaves_a_step_undone() -> None:
-    with pytest.raises(OutOfOrder, match="prefill step 0 ended before mb0 was sampled: it is at the start"):
-        check_policy(Sleepy)
-
-
-def test_the_suite_finds_a_policy_that_never_fits() -> None:
-    with pytest.raises(
-        AssertionError, match="fits in none of 16 cases; the first is roomy GPU: policy Greedy"
-    ):
-        check_policy(Greedy)
+@pytest.mark.parametrize(
+    ("policy", "error", "says"),
+    [
+        (Forgetful, NotResident, "is not in gpu: fetch it before the kernel that reads it"),
+        (Sleepy, OutOfOrder, "prefill step 0 ended before mb0 was sampled: it is at the start"),
+        (Greedy, AssertionError, "fits in none of 16 cases; the first is roomy GPU: policy Greedy"),
+    ],
+)
+def test_the_suite_finds(policy: type[Forgetful], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        check_policy(policy)
 
 
 def test_a_plan_that_does_not_fit_says_what_to_do() -> None:

@@ -49,15 +49,6 @@ def test_the_first_use_after_a_fetch_is_a_miss_and_one_use_in_each_further_step_
     assert counted(bench) == Counted(fetched=1, hits=2, misses=1, wasted=0, cancelled=0)
 
 
-def test_a_page_that_is_fetched_again_is_missed_again() -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.fetch(0)
-        bench.read(0)
-        bench.evict(0)
-    assert counted(bench) == Counted(fetched=2, hits=0, misses=2, wasted=0, cancelled=0)
-
-
 @pytest.mark.parametrize(("arrival", "fetched"), [(SPECULATED, 1), (LOADED, 0)])
 def test_a_page_that_is_there_when_it_is_needed_is_a_hit(arrival: int, fetched: int) -> None:
     bench = Bench()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,10 @@ from moesched.runs.simulation import simulate
 from moesched.steps.step import Step
 from moesched.testing import Case
 from moesched.testing.previewing import Previewing
+from scripted_routing import Scripted
 
 CASE = Case(name="previews", machine=load_machine("t4"), layers=4, experts=8, weights=1.5)
 MODEL = Path(__file__).parent.parent / "examples" / "tiny-mixtral"
-
-
-class Told:
-    """A routing, and with an accuracy of 1 its forecast, by layer."""
-
-    def __init__(self, *layers: Mapping[int, int]) -> None:
-        self._layers = layers
-
-    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        return dict(self._layers[layer])
 
 
 def simulated(policy: Any, case: Case = CASE, **given: Any) -> Report:
@@ -51,7 +42,7 @@ def figures(report: Report) -> list[tuple[int, int, int, int]]:
 def test_a_count_by_hand() -> None:
     # One step of two micro-batches through three layers; layer 1 chooses one expert, layer 2 three of them.
     case = msgspec.structs.replace(CASE, layers=3, new_tokens=1, prompts=(1, 1), micro_batch_size=1)
-    routing = Told({0: 2}, {5: 2}, {1: 1, 2: 2, 7: 1})
+    routing = Scripted([[{0: 2}, {5: 2}, {1: 1, 2: 2, 7: 1}]])
     exact = simulated(Previewing(), case, routing=routing, preview_accuracy=1.0)
     assert exact.previews == [PreviewUse(1, 4, 8, 8, 1.0), PreviewUse(2, 2, 6, 6, 1.0)]
     wrong = simulated(Previewing(), case, routing=routing, preview_accuracy=0.0)

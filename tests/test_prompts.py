@@ -57,10 +57,7 @@ def test_a_file_holds_one_prompt_a_line_as_text_or_ids(tmp_path: Path) -> None:
     assert read_prompts(file) == ["a b", [1, 2]]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [row for (row,) in table("broken_files.md", "Prompts")],
-)
+@pytest.mark.parametrize("line", [row for (row,) in table("broken_files.md", "Prompts")])
 def test_a_line_that_is_no_prompt_is_told_with_file_and_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n')
@@ -68,21 +65,28 @@ def test_a_line_that_is_no_prompt_is_told_with_file_and_line(tmp_path: Path, lin
         read_prompts(file)
 
 
-def test_lines_that_are_no_prompts_are_left_out_where_somebody_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ("{\n{\n", r":2: .*; line 3 is not a prompt either; they are skipped, and the other prompts run$"),
+        (
+            '\n{"prompt": 3}\n{"prompt"\n{"prompt": ""}\n',
+            ":3: .*; lines 4, 5 are not prompts either; they are",
+        ),
+        ("{\n" * 1000, r":2: .*lines 3, 4, .*22 and 979 more are not prompts either"),
+    ],
+    ids=["two", "three", "a thousand"],
+)
+def test_lines_that_are_no_prompts_are_left_out_where_somebody_is_told(
+    tmp_path: Path, lines: str, says: str
+) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n\n{"prompt": 3}\n{"prompt_ids": [1, 2]}\n{"prompt"\n{"prompt": ""}\n')
+    file.write_text(f'{{"prompt": "a"}}\n{lines}{{"prompt_ids": [1, 2]}}\n')
     told: list[str] = []
     assert read_prompts(file, told.append) == ["a", [1, 2]]
     (line,) = told
-    assert re.search(r"prompts\.jsonl:3: .*; lines 5, 6 are not prompts either; they are skipped", line)
-
-
-def test_two_lines_that_are_no_prompts_are_told_in_the_singular(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n{\n{\n')
-    told: list[str] = []
-    read_prompts(file, told.append)
-    assert told[0].endswith("; line 3 is not a prompt either; they are skipped, and the other prompts run")
+    assert re.search(rf"prompts\.jsonl{says}", line)
+    assert len(line) < 400
 
 
 def test_a_file_without_one_good_line_is_refused_whoever_is_told(tmp_path: Path) -> None:
@@ -92,16 +96,6 @@ def test_a_file_without_one_good_line_is_refused_whoever_is_told(tmp_path: Path)
     with pytest.raises(BadInput, match=r"prompts\.jsonl:1: "):
         read_prompts(file, told.append)
     assert told == []
-
-
-def test_many_broken_lines_make_one_readable_line(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n' + "{\n" * 1000)
-    told: list[str] = []
-    read_prompts(file, told.append)
-    assert "lines 3, 4, " in told[0]
-    assert "22 and 979 more are not prompts either" in told[0]
-    assert len(told[0]) < 400
 
 
 def test_a_file_without_prompts_is_told(tmp_path: Path) -> None:
@@ -257,10 +251,7 @@ def test_a_workload_is_read_from_a_file(tmp_path: Path) -> None:
     assert load_workload(str(file)) == Workload(name="mine", new_tokens=(8,), prompt_tokens=(3, 4))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    table("broken_files.md", "Workloads"),
-)
+@pytest.mark.parametrize(("text", "said"), table("broken_files.md", "Workloads"))
 def test_a_file_that_is_no_workload_is_told_with_its_name(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(text)

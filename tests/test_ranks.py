@@ -39,13 +39,7 @@ from test_nodes import MIXTRAL, NEW_TOKENS, PROMPTS, expected
 MACHINE = (Path(__file__).parent / "machines" / "two-slow.toml").read_text()
 
 DBRX = SMALL.varied(
-    layers=3,
-    name="dbrx",
-    form="dbrx",
-    transposed_down=True,
-    norm="layer",
-    clip=8.0,
-    rotary=Rotary(theta=5e5),
+    layers=3, name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rotary=Rotary(theta=5e5)
 )
 QWEN = SMALL.varied(layers=3, name="qwen", form="qwen3_moe", qk_norm="head")
 TIED = SMALL.varied(layers=2, name="tied", tied_embeddings=True)
@@ -136,14 +130,17 @@ def test_two_accelerators_give_the_tokens_of_one(folder: Path, model: str, polic
     assert report.tokens == expected(folder / model)
 
 
-def test_experts_are_cut_by_rows_and_joined_on_both_accelerators(folder: Path) -> None:
-    report = run_two(folder, "mixtral", policy="moesched.testing.random_rows:RandomRows", budgets={})
-    assert report.tokens == expected(folder / "mixtral")
-
-
-def test_heads_that_are_normalised_one_by_one_are_cut_too(folder: Path) -> None:
-    report = run_two(folder, "qwen", policy="resident", budgets={})
-    assert report.tokens == expected(folder / "qwen")
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        ("mixtral", "moesched.testing.random_rows:RandomRows"),
+        ("qwen", "resident"),
+        ("tied", "resident"),
+    ],
+    ids=["experts cut by rows", "heads normalised one by one", "an lm_head that is the embedding"],
+)
+def test_both_accelerators_have_their_parts_of(folder: Path, model: str, policy: str) -> None:
+    assert run_two(folder, model, policy=policy, budgets={}).tokens == expected(folder / model)
 
 
 def test_two_accelerators_find_the_beams_of_one(folder: Path) -> None:
@@ -153,11 +150,6 @@ def test_two_accelerators_find_the_beams_of_one(folder: Path) -> None:
     )
     assert two.tokens == one.tokens
     assert two.scores == pytest.approx(one.scores, abs=1e-4)
-
-
-def test_an_lm_head_that_is_the_embedding_is_cut_too(folder: Path) -> None:
-    report = run_two(folder, "tied", policy="resident", budgets={})
-    assert report.tokens == expected(folder / "tied")
 
 
 def test_batches_follow_each_other_on_all_ranks(folder: Path) -> None:
@@ -298,13 +290,13 @@ class NotADevice(NoRank):
     execute = None  # type: ignore[assignment]  # that is the point
 
 
-def test_a_device_that_cannot_be_one_of_several_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match="cannot be one of 2 ranks: use --tensor-parallel 1"):
-        run_two(folder, "mixtral", device="test_ranks:NoRank", device_settings={})
-
-
-def test_a_class_that_lacks_a_method_of_the_seam_is_no_device(folder: Path) -> None:
-    with pytest.raises(
-        BadInput, match=r"NotADevice is not a device: it has no execute\(\); see .*seams.Device"
-    ):
-        run_two(folder, "mixtral", device="test_ranks:NotADevice", device_settings={})
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("NoRank", "cannot be one of 2 ranks: use --tensor-parallel 1"),
+        ("NotADevice", r"NotADevice is not a device: it has no execute\(\); see .*seams.Device"),
+    ],
+)
+def test_a_class_that_lacks_a_method_is_refused(folder: Path, device: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        run_two(folder, "mixtral", device=f"test_ranks:{device}", device_settings={})

@@ -221,8 +221,7 @@ def test_a_policy_that_has_not_stopped_is_stopped_at_its_next_submission() -> No
 
 
 def test_an_error_of_the_policy_cancels_what_has_not_started() -> None:
-    go_on = threading.Event()
-    machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})
+    machine, go_on = held()
     waiting: list[Task] = []
 
     async def policy() -> None:
@@ -275,6 +274,12 @@ def test_nothing_more_starts_after_an_observer_raised(kind: LaneKind) -> None:
     assert "first" in ran and "third" not in ran
 
 
+def held() -> tuple[Machine, threading.Event]:
+    """A machine whose task `running` ends once the event is set."""
+    go_on = threading.Event()
+    return Machine("gpu", bodies={"running": lambda task: go_on.wait(30)}), go_on
+
+
 def interrupted(
     machine: Machine, policy: Callable[[Callable[[], object]], Coroutine[Task, Any, None]]
 ) -> None:
@@ -291,8 +296,7 @@ def interrupted(
 
 
 def test_an_interruption_waits_for_what_runs_and_withdraws_the_rest() -> None:
-    go_on = threading.Event()
-    machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})
+    machine, go_on = held()
 
     async def policy(interrupt: Callable[[], object]) -> None:
         machine.submit("gpu", "running")
@@ -329,8 +333,7 @@ def test_an_interruption_cancels_what_only_waits_on_the_loop(has_begun: bool) ->
 
 
 def test_an_interrupted_policy_may_clean_up() -> None:
-    go_on = threading.Event()
-    machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})
+    machine, go_on = held()
     late: list[Task] = []
 
     async def policy(interrupt: Callable[[], object]) -> None:
@@ -365,8 +368,7 @@ def test_a_second_interruption_waits_for_what_runs_too() -> None:
 
 
 def test_a_policy_that_awaits_while_it_is_given_up_does_not_keep_the_lanes_from_stopping() -> None:
-    go_on = threading.Event()
-    machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})
+    machine, go_on = held()
 
     async def policy(interrupt: Callable[[], object]) -> None:
         running = machine.submit("gpu", "running")

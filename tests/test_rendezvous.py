@@ -17,16 +17,18 @@ from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
-from moesched.seams import Demand, Exchange
+from moesched.seams import Exchange
 from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task
 from moesched.transports.inproc import InprocTransport
-from moesched.work import Work
+from traces import Free
 
 ONE = np.ones(1, np.float32)
 
 
-def two_ranks() -> tuple[Script, Script, Rendezvous]:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
+def two_ranks(
+    discipline: Discipline = "ready_first", **lanes: Discipline
+) -> tuple[Script, Script, Rendezvous]:
+    first, second = (Script(net=discipline, **lanes) for _ in range(2))
     return first, second, meet(first, second)
 
 
@@ -44,8 +46,7 @@ def test_a_collective_starts_on_all_ranks_once_the_last_one_has_arrived() -> Non
 
 
 def test_a_rank_arrives_when_its_part_of_the_data_is_there() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first", gpu="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks(gpu="ready_first")
     first.collective("sum", "net")
     second.submit("expert", "gpu", writes="x")
     second.collective("sum", "net", reads="x")
@@ -60,8 +61,7 @@ def test_a_rank_arrives_when_its_part_of_the_data_is_there() -> None:
 def test_a_collective_that_waits_for_other_ranks_does_not_slip_into_a_free_lane(
     discipline: Discipline,
 ) -> None:
-    first, second = Script(net=discipline), Script(net=discipline)
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks(discipline)
     first.submit("send", "net")
     first.collective("sum", "net")
     ranks.collect()
@@ -81,8 +81,7 @@ def test_other_tasks_use_the_lane_while_a_collective_waits_for_other_ranks() -> 
 
 
 def test_admitted_collectives_take_ready_first_lanes_in_the_same_order_on_all_ranks() -> None:
-    first, second = Script(net="ready_first", gpu="ready_first"), Script(net="ready_first", gpu="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks(gpu="ready_first")
     second.submit("send", "net")
     for script in (first, second):
         script.submit("expert", "gpu", writes="x")
@@ -153,8 +152,7 @@ def test_an_admitted_collective_counts_as_started_since_the_other_ranks_rely_on_
 
 
 def test_a_rank_whose_input_failed_takes_the_others_with_it() -> None:
-    first, second = Script(net="ready_first", gpu="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks(gpu="ready_first")
     second.collective("sum", "net")
     first.submit("expert", "gpu", writes="x")
     first.collective("sum", "net", reads="x")
@@ -187,8 +185,7 @@ def test_a_rank_that_ended_well_still_takes_part_in_what_it_submitted() -> None:
 
 
 def test_a_refused_collective_is_not_waited_for() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     second.submit("kernel", "net")
     second.fail("kernel")
     with pytest.raises(TaskFailed):
@@ -200,13 +197,6 @@ def test_a_refused_collective_is_not_waited_for() -> None:
 
 
 # -- through the drivers ---------------------------------------------------------------------------
-
-
-class Nothing:
-    """Every task takes a nanosecond of nothing."""
-
-    def work(self, work: Work) -> Demand:
-        return Demand(1e-9, ())
 
 
 async def reducing(engine: CheckedEngine, sends: bool, values: list[Any]) -> None:
@@ -221,7 +211,7 @@ async def reducing(engine: CheckedEngine, sends: bool, values: list[Any]) -> Non
 def test_ranks_meet_on_the_virtual_clock() -> None:
     engines = [CheckedEngine([Lane("net", "in_order")]) for _ in range(3)]
     values: list[Any] = []
-    driver = VirtualDriver(engines, Nothing(), perform={Collective: lambda task: f"what {task.verb} came to"})
+    driver = VirtualDriver(engines, Free(), perform={Collective: lambda task: f"what {task.verb} came to"})
     driver.run(*(reducing(engine, rank > 0, values) for rank, engine in enumerate(engines)))
     assert values == ["what sum came to"] * 3
     for engine in engines:
@@ -272,7 +262,7 @@ def test_a_rank_that_groups_its_errors_does_not_hide_the_error_of_another_rank()
         raise PolicyError("enough")
 
     with pytest.raises(PolicyError, match="enough"):
-        VirtualDriver(engines, Nothing()).run(gathers(), gives_up())
+        VirtualDriver(engines, Free()).run(gathers(), gives_up())
 
 
 # -- the transport ---------------------------------------------------------------------------------

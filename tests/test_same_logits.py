@@ -14,11 +14,10 @@ from benchmarks.shared.equal_bits import EXPERTS, SCHEDULES, SLOW_CPU, EqualRun,
 from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
-from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.machines import Machine
 from moesched.plugins import make_policy
 from odd_models import PROMPTS, Reference, name_of
-from odd_runs import generated
+from odd_runs import kv_caches, one_batch
 from runs import Ended
 
 MODELS = SCHEDULES.models
@@ -59,14 +58,13 @@ def test_every_policy_gives_the_same_logits(reference: Reference, case: EqualRun
 def test_prompts_of_one_length_give_the_same_logits(reference: Reference, policy: str) -> None:
     prompts = [[5, 6, 7], [90, 1, 2], [3, 4, 5], [8, 9]]
     wanted, got = (
-        generate(
+        one_batch(
             TorchDevice(reference.checkpoint, reference.layout, keep_logits=True),
-            make_policy(name),
-            machine,
-            prompts,
-            new_tokens=3,
-            micro_batch_size=4,
+            name,
+            machine=machine,
             weights=weights,
+            prompts=prompts,
+            size=4,
         )
         for name, machine, weights in (("resident", ONE_MEMORY, 1.0), (policy, TWO_MEMORIES, 0.8))
     )
@@ -76,7 +74,7 @@ def test_prompts_of_one_length_give_the_same_logits(reference: Reference, policy
 def test_three_tiers_are_in_use_at_once(reference: Reference) -> None:
     seen = Ended()
     device = TorchDevice(reference.checkpoint, reference.layout, keep_logits=True)
-    got = generated(device, "three_tiers", machine=THREE_TIERS, weights=0.8, observers=[seen])
+    got = one_batch(device, "three_tiers", machine=THREE_TIERS, weights=0.8, observers=[seen])
     assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
     pins = {task.work.resource for task in seen.tasks if task.verb == "copy_to_pinned"}
     assert pins == {"disk->pinned", "host->pinned"}
@@ -95,15 +93,12 @@ def test_three_tiers_are_in_use_at_once(reference: Reference) -> None:
 )
 @pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
 def test_the_next_batch_finds_the_weights_that_stay(
-    reference: Reference,
-    machine: Machine,
-    policy: str,
-    weights: tuple[float, ...],
+    reference: Reference, machine: Machine, policy: str, weights: tuple[float, ...]
 ) -> None:
     device = TorchDevice(reference.checkpoint, reference.layout, keep_logits=True)
     read = []
     for share in weights:
-        got = generated(device, policy, machine=machine, weights=share, keep_open=True)
+        got = one_batch(device, policy, machine=machine, weights=share, keep_open=True)
         assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
         read.append(device.bytes_read)
     asyncio.run(device.aclose())
@@ -127,8 +122,3 @@ def test_a_batch_frees_the_kv_caches_of_the_one_before(reference: Reference, mac
         assert kv_caches() == before
     finally:
         gc.enable()
-
-
-def kv_caches() -> int:
-    """The number of KV caches that exist."""
-    return sum(type(each) is BlockedKV for each in gc.get_objects())

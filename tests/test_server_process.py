@@ -237,28 +237,33 @@ NOT_HTTP = {
 }
 
 
-@pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
-async def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
-    async with connected() as (connect, _):
+async def refusal_of(sent: bytes, application: ASGIApp = long_answer) -> tuple[bytes, Any]:
+    """The head of the answer to a request, and the error in its body."""
+    async with connected(application=application) as (connect, _):
         reader, writer = await connect()
         writer.write(sent)
+        await writer.drain()
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400")
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
         writer.close()
+    return head, json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
+async def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
+    head, error = await refusal_of(sent)
+    assert head.startswith(b"HTTP/1.1 400")
+    assert error["type"] == "invalid_request_error"
 
 
 async def test_a_body_of_two_lengths_is_refused_and_its_connection_closed() -> None:
-    async with front() as server, connected(application=server.front.app) as (connect, _):
-        reader, writer = await connect()
-        writer.write(
-            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b"2\r\n{}\r\n0\r\n\r\n" % CHAT.encode()
-        )
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400")
-        assert "send either Content-Length or Transfer-Encoding" in json.loads(body)["error"]["message"]
-        writer.close()
+    sent = (
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"2\r\n{}\r\n0\r\n\r\n" % CHAT.encode()
+    )
+    async with front() as server:
+        head, error = await refusal_of(sent, server.front.app)
+    assert head.startswith(b"HTTP/1.1 400")
+    assert "send either Content-Length or Transfer-Encoding" in error["message"]
 
 
 Connection = tuple[SignalFreeServer, asyncio.StreamReader, asyncio.StreamWriter]
@@ -428,14 +433,9 @@ LATE = {
 async def test_a_client_that_sends_all_of_it_first_is_given_the_answer_that_came_before(
     sent: bytes, status: bytes, says: str
 ) -> None:
-    async with connected(application=TOO_LONG) as (connect, _):
-        reader, writer = await connect()
-        writer.write(sent)
-        await writer.drain()
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        assert head.startswith(status)
-        assert says in json.loads(body)["error"]["message"]
-        writer.close()
+    head, error = await refusal_of(sent, TOO_LONG)
+    assert head.startswith(status)
+    assert says in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,11 +15,11 @@ import psutil
 import pytest
 
 import moesched
+from listeners import CtrlC
 from moesched.machines.local import assumed_machine
 from moesched.machines.toml_text import machine_toml
 from moesched.runs.listeners import Listener
 from moesched.seams import Device
-from moesched.tasks import Task
 from small_models import small_model
 
 DEVICES = ["torch", "mlx"]
@@ -32,26 +31,6 @@ class Opened(Listener):
 
     def opened(self, device: Device) -> None:
         self.device: Any = device
-
-
-class CtrlC(Listener):
-    """Presses Ctrl-C when the first page is loaded, or at a token."""
-
-    def __init__(self, *, loading: bool) -> None:
-        self._loading = loading
-        self._pressed = False
-
-    def ended(self, task: Task) -> None:
-        if self._loading and task.verb == "load":
-            self._press()
-
-    def generated(self, request: int, token: int, text: str) -> None:
-        self._press()
-
-    def _press(self) -> None:
-        if not self._pressed:
-            self._pressed = True
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,12 +130,10 @@ def test_each_call_has_a_length_a_sampling_and_a_beam_search_of_its_own(model: P
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loading", [True, False], ids=["while it loads", "at a token"])
-def test_a_call_that_ctrl_c_ended_does_not_disturb_the_next_one(
-    model: Path, device: str, loading: bool
-) -> None:
+@pytest.mark.parametrize("when", ["loading", 1], ids=["while it loads", "at a token"])
+def test_a_call_that_ctrl_c_ended_does_not_disturb_the_next_one(model: Path, device: str, when: Any) -> None:
     with moesched.Session(model, device=device) as session:
-        ended = session.run(["abc"], max_new_tokens=5_000, listener=CtrlC(loading=loading))
+        ended = session.run(["abc"], max_new_tokens=5_000, listener=CtrlC(when))
         assert ended.interrupted
         answer = session.run(["abc"], max_new_tokens=3).tokens
     assert answer == moesched.run_model(model, ["abc"], device=device, max_new_tokens=3).tokens

@@ -120,12 +120,6 @@ from moesched.system.signals import first_signal
 """
 
 
-def test_a_held_signal_waits_for_the_end(tmp_path: Path) -> None:
-    with started(HELD, tmp_path) as program:
-        program.send_signal(signal.SIGINT)
-        assert end_of(program) == (130, "finished\nstopped\n", "")
-
-
 IMPORTS = """
 def main():
     Path("half.py").write_text('''
@@ -143,12 +137,6 @@ whole = True
         print(sys.modules["half"].whole)
 sys.path.insert(0, ".")
 """
-
-
-def test_a_module_is_loaded_whole_before_a_signal_is_delivered(tmp_path: Path) -> None:
-    with started(IMPORTS, tmp_path) as program:
-        program.send_signal(signal.SIGINT)
-        assert end_of(program) == (130, "True\nstopped\n", "")
 
 
 LOADED = """
@@ -182,12 +170,6 @@ def main():
 """
 
 
-def test_a_signal_that_python_ignores_in_a_finalizer_is_delivered_again(tmp_path: Path) -> None:
-    with started(FINALIZER, tmp_path) as program:
-        program.send_signal(signal.SIGTERM)
-        assert end_of(program) == (143, "stopped\n", "")
-
-
 OWN_WAY = """
 def main():
     asked = []
@@ -198,10 +180,25 @@ def main():
 """
 
 
-def test_a_part_of_a_program_may_stop_in_its_own_way(tmp_path: Path) -> None:
-    with started(OWN_WAY, tmp_path) as program:
-        program.send_signal(signal.SIGTERM)
-        assert end_of(program) == (0, "in its own way\n", "")
+PROGRAMS = {
+    "a held signal waits for the end": (HELD, signal.SIGINT, (130, "finished\nstopped\n", "")),
+    "a module is loaded whole before": (IMPORTS, signal.SIGINT, (130, "True\nstopped\n", "")),
+    "what Python ignores in a finalizer is delivered again": (
+        FINALIZER,
+        signal.SIGTERM,
+        (143, "stopped\n", ""),
+    ),
+    "a part may stop in its own way": (OWN_WAY, signal.SIGTERM, (0, "in its own way\n", "")),
+}
+"""A program, the signal that it is sent, and its end."""
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_of_signals(tmp_path: Path, what: str) -> None:
+    functions, number, end = PROGRAMS[what]
+    with started(functions, tmp_path) as program:
+        program.send_signal(number)
+        assert end_of(program) == end
 
 
 def test_ctrl_c_interrupts_each_time_and_then_does_what_it_did_before() -> None:

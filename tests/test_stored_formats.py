@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import moesched
 from against_hugging_face import assert_near, generated
-from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate, same_bits
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, same_bits
 from coded_checkpoints import decoded, decoded_model, random_blocks
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.coded_rows import CodedProduct
@@ -48,7 +48,8 @@ from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from odd_models import CODED as MODEL
-from odd_models import OLMOE, PROMPTS
+from odd_models import OLMOE
+from odd_runs import one_batch
 from runs import Ended
 
 Q8_0 = STORED_FORMATS["q8_0"]
@@ -219,15 +220,7 @@ def test_logits_with_norms_in_float32_are_the_same_under_every_policy(
     checkpoint = open_checkpoint(with_float32)
     layout = weight_layout(checkpoint.config)
     runs = [
-        generate(
-            TorchDevice(checkpoint, layout, keep_logits=True),
-            make_policy(each),
-            machine,
-            PROMPTS,
-            new_tokens=3,
-            micro_batch_size=2,
-            weights=weights,
-        )
+        one_batch(TorchDevice(checkpoint, layout, keep_logits=True), each, machine=machine, weights=weights)
         for each, machine, weights in (("resident", ONE_MEMORY, 1.0), (policy, TWO_MEMORIES, 0.8))
     ]
     assert same_bits(*(each.logits_RSV for each in runs))

@@ -173,13 +173,22 @@ def test_what_was_issued_behind_a_failed_task_counts_as_cancelled(rigs: Callable
     assert rig.engine.unsettled == 0
 
 
-def test_a_stream_that_cannot_tell_when_a_task_ran_fails_the_task(rigs: Callable[..., Rig]) -> None:
-    rig = rigs(operation=UntimedOperation)
+def loses_the_device(task: Task) -> None:
+    raise OSError("device lost")
+
+
+@pytest.mark.parametrize(
+    ("execute", "says"), [(lambda task: None, "the events are gone"), (loses_the_device, "device lost")]
+)
+def test_a_task_whose_times_cannot_be_read_fails_with_that_or_with_its_own_error(
+    rigs: Callable[..., Rig], execute: Callable[[Task], None], says: str
+) -> None:
+    rig = rigs(execute, operation=UntimedOperation)
 
     async def main() -> None:
         await rig.kernel("kernel", [], [])
 
-    with pytest.raises(TaskFailed, match="the events are gone"):
+    with pytest.raises(TaskFailed, match=says):
         rig.run(main())
 
 
@@ -225,16 +234,3 @@ def test_the_end_of_a_task_is_noticed_where_the_next_one_cannot_be_issued(rigs: 
 
     rig.run(main())
     assert "no memory" in str(rig.engine.failure) and rig.engine.unsettled == 0
-
-
-def test_the_error_of_a_task_outweighs_that_of_reading_its_times(rigs: Callable[..., Rig]) -> None:
-    def execute(task: Task) -> None:
-        raise OSError("device lost")
-
-    rig = rigs(execute, operation=UntimedOperation)
-
-    async def main() -> None:
-        await rig.kernel("kernel", [], [])
-
-    with pytest.raises(TaskFailed, match="device lost"):
-        rig.run(main())

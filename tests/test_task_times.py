@@ -61,6 +61,13 @@ def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
     return {point.operation: point for point in times.points()}
 
 
+def rates(alone: list[Task], together: list[Task]) -> dict[tuple[str, str], float]:
+    """Rates of tasks beside others, of which these were seen alone."""
+    times = TaskTimes()
+    times.add(FEW, alone)
+    return times.rates(FEW, together)
+
+
 # -- tasks to points
 
 
@@ -158,73 +165,62 @@ def test_how_much_longer_follows_the_size_of_the_pages_between_those_that_were_m
 
 
 def test_how_fast_a_task_goes_on_beside_another_follows_from_how_long_they_overlapped() -> None:
-    times = TaskTimes()
-    times.add(FEW, [task("route", 0, 4), task("fetch", 0, 3, lane=DISK)])
+    alone = [task("route", 0, 4), task("fetch", 0, 3, lane=DISK)]
     together = [task("route", 0, 6), task("fetch", 0, 4, lane=DISK)]
-    rates = times.rates(FEW, together)
     # Of the route's 6 seconds 4 were shared; the other 2 did 2 seconds' work, so the 4 did the other 2.
-    assert rates == pytest.approx({("few rows", "disk->host"): 0.5, ("disk->host", "few rows"): 0.75})
-
-
-def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -> None:
-    times = TaskTimes()
-    times.add(FEW, [task("attention", 0, 1), task("route", 1, 2)])
-    together = [task("cpu_attention", 0, 2, lane=HOST), task("route", 0, 2)]
-    assert times.rates(FEW, together) == pytest.approx(
-        {("attention", "few rows"): 0.5, ("few rows", "attention"): 0.5}
-    )
+    expected = {("few rows", "disk->host"): 0.5, ("disk->host", "few rows"): 0.75}
+    assert rates(alone, together) == pytest.approx(expected)
 
 
 def test_products_of_few_rows_and_of_many_are_of_different_sorts() -> None:
-    times = TaskTimes()
-    times.add(FEW, [task("attention", 0, 1), task("attention", 1, 2, step=2)])
+    alone = [task("attention", 0, 1), task("attention", 1, 2, step=2)]
     few = [task("cpu_attention", 0, 2, lane=HOST), task("post_attention", 0, 2, tokens=8)]
     many = [
         task("cpu_attention", 0, 1.25, lane=HOST, step=2),
         task("post_attention", 0, 2, tokens=256, step=2),
     ]
-    assert times.rates(FEW, few) == {("attention", "few rows"): pytest.approx(0.5)}
-    assert times.rates(FEW, many) == {("attention", "many rows"): pytest.approx(0.8)}
+    assert rates(alone, few) == {("attention", "few rows"): pytest.approx(0.5)}
+    assert rates(alone, many) == {("attention", "many rows"): pytest.approx(0.8)}
 
 
 def test_attention_over_sequences_of_several_lengths_is_a_class_of_work_of_its_own() -> None:
-    times = TaskTimes()
     one, several = task("attention", 0, 1), task("attention", 1, 2, step=2)
     work = OPERATIONS.attention_step([4, 5, 6])
     several.work = Work("attention", "cpu", work.flops, work.nbytes, 3, work.parts)
-    times.add(FEW, [one, several])
-    read = task("fetch", 0, 9, lane=DISK)
-    slowed = [task("attention", 0, 2), task("attention", 2, 6, step=2), read]
+    slowed = [
+        task("attention", 0, 2),
+        task("attention", 2, 6, step=2),
+        task("fetch", 0, 9, lane=DISK),
+    ]
     slowed[1].work = several.work
-    assert times.rates(FEW, slowed) == {
+    assert rates([one, several], slowed) == {
         ("attention", "disk->host"): pytest.approx(0.5),
         ("attention calls", "disk->host"): pytest.approx(0.25),
     }
 
 
 def test_of_a_task_beside_one_sort_after_another_each_has_its_rate() -> None:
-    times = TaskTimes()
-    times.add(FEW, [task("route", 0, 4), task("combine", 4, 10), task("fetch", 0, 4, lane=DISK)])
+    alone = [task("route", 0, 4), task("combine", 4, 10), task("fetch", 0, 4, lane=DISK)]
     beside_the_fetch = [task("route", 0, 5), task("fetch", 0, 5, lane=DISK)]
     beside_one_after_the_other = [
         task("combine", 10, 20),
         task("fetch", 10, 15, lane=DISK),
         task("cpu_attention", 15, 20, lane=HOST),
     ]
-    rates = times.rates(FEW, beside_the_fetch + beside_one_after_the_other)
-    assert rates["few rows", "disk->host"] == pytest.approx(0.8, rel=0.01)
-    assert rates["few rows", "attention"] == pytest.approx(0.4, rel=0.01)
+    found = rates(alone, beside_the_fetch + beside_one_after_the_other)
+    assert found["few rows", "disk->host"] == pytest.approx(0.8, rel=0.01)
+    assert found["few rows", "attention"] == pytest.approx(0.4, rel=0.01)
 
 
 def test_what_runs_beside_at_once_has_a_rate_of_its_own() -> None:
-    times = TaskTimes()
-    times.add(FEW, [task("route", 0, 4)])
     together = [
         task("route", 0, 10),
         task("fetch", 0, 10, lane=DISK),
         task("cpu_attention", 0, 10, lane=HOST),
     ]
-    assert times.rates(FEW, together) == {("few rows", "attention + disk->host"): pytest.approx(0.4)}
+    assert rates([task("route", 0, 4)], together) == {
+        ("few rows", "attention + disk->host"): pytest.approx(0.4)
+    }
 
 
 def test_rates_bring_the_tasks_to_the_right_sum() -> None:
@@ -240,8 +236,7 @@ def test_tasks_that_lost_their_core_do_not_count() -> None:
 
 def test_mixes_that_cannot_be_told_apart_have_one_rate() -> None:
     always_alike = [Observed(1.0, 2.0, {"few rows": 1.9, "attention + few rows": 0.1})] * 5
-    rates = rates_beside(always_alike)
-    assert rates == pytest.approx({"few rows": 0.5, "attention + few rows": 0.5})
+    assert rates_beside(always_alike) == pytest.approx({"few rows": 0.5, "attention + few rows": 0.5})
 
 
 def test_a_mix_that_was_hardly_seen_has_the_rate_of_all() -> None:
@@ -250,6 +245,4 @@ def test_a_mix_that_was_hardly_seen_has_the_rate_of_all() -> None:
 
 
 def test_tasks_that_hardly_overlap_say_nothing() -> None:
-    times = TaskTimes()
-    times.add(FEW, [task("route", 0, 4)])
-    assert times.rates(FEW, [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}
+    assert rates([task("route", 0, 4)], [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}

@@ -24,13 +24,7 @@ from moesched.machines.sustained import at_peak, rates_of
 from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
 from moesched.planner.trial_run import trial_run
-from moesched.planner.uncertainty import (
-    FIGURES,
-    OMITTED,
-    Figures,
-    Uncertainty,
-    uncertainty,
-)
+from moesched.planner.uncertainty import FIGURES, OMITTED, Figures, Uncertainty, uncertainty
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.listeners import Listener
@@ -275,17 +269,8 @@ def test_no_published_error_stands_below_a_prefill_that_rests_on_measured_costs(
 ) -> None:
     machine = tmp_path / "measured.toml"
     machine.write_text(machine_toml(measured()))
-    job = (
-        "--model",
-        "mixtral-0.8b",
-        "--machine",
-        machine,
-        "--policy",
-        "layer_streaming",
-        "--gen",
-        4,
-        "--no-band",
-    )
+    what = ("--model", "mixtral-0.8b", "--policy", "layer_streaming", "--gen", 4, "--no-band")
+    job = (*what, "--machine", machine)
     trace, report, page = (tmp_path / name for name in ("trace.json", "report.json", "page.html"))
     simulate = ("simulate", *job, "--workload", "mtbench", "--batch-size", 4)
     said = command(*simulate, "--trace", trace, "--report", report).out

@@ -43,10 +43,13 @@ assert gone() is None
 
 
 class Seconds:
-    """Work takes as many seconds as it has FLOPs."""
+    """Work takes as many seconds as it has FLOPs, and wants these shares of resources."""
+
+    def __init__(self, **shares: float) -> None:
+        self.shares = tuple(shares.items())
 
     def work(self, work: Work) -> Demand:
-        return Demand(work.flops, ())
+        return Demand(work.flops, self.shares)
 
 
 class Clock:
@@ -354,18 +357,11 @@ def test_where_a_resource_holds_tasks_none_that_uses_it_is_faster_than_those_it_
 # -- on the clock ----------------------------------------------------------------------------------
 
 
-class Memory:
-    """A second each, alone; every task wants all of the memory's bandwidth."""
-
-    def work(self, work: Work) -> Demand:
-        return Demand(work.flops, (("memory", 1.0),))
-
-
 def ends(*lengths: tuple[str, float]) -> dict[str, int]:
     """The ends of tasks of these lanes and lengths that share a memory."""
     lanes = {name: Lane(name) for name, _ in lengths}
     engine = CheckedEngine(lanes.values())
-    driver = VirtualDriver([engine], Memory(), sharing=True)
+    driver = VirtualDriver([engine], Seconds(memory=1.0), sharing=True)
 
     async def policy() -> list[Kernel]:
         return [

@@ -7,23 +7,18 @@ from threading import Event, Thread
 
 import pytest
 
-from benchmarks.shared.small_runs import TWO_MEMORIES, fast_memory
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.shared.verbs import after
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.resident_pages import ResidentPages
 from moesched.devices.torch.warm_up import WarmUps, WarmUpSizes
 from moesched.models.checkpoint import Checkpoint
-from moesched.plugins import make_policy
-from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
-from moesched.runs.hardware import run
-from moesched.runs.outcome import Report
-from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane, PageTransfer, Task
 from moesched.work import Work
-from odd_models import MIXTRAL, PROMPTS, layout_of
+from odd_models import MIXTRAL, layout_of
+from odd_runs import report_of
 
 LATER = {"copy_", "to", "__getitem__", "split", "new_empty"}
 """Functions that start no kernel: copies between the host and the GPU, views, memory."""
@@ -43,19 +38,12 @@ class Noting(LaggingDevice):
             self.gpu.operations.calls.clear()
 
 
-def batch_on(device: TorchDevice, policy: str, weights: float = 2.0) -> Report:
-    made, batch = make_policy(policy), split_batch([len(prompt) for prompt in PROMPTS], 3, 2)
-    budgets = fast_memory(device, TWO_MEMORIES, batch, weights)
-    plan = plan_run(TWO_MEMORIES, device.layout, batch, made, budgets, device.slot_bytes)
-    return run(plan, made, device, PROMPTS, keep_open=True)
-
-
 @pytest.mark.parametrize("policy", ["layer_streaming", "flexgen", "cgopipe"])
 def test_a_step_calls_nothing_on_the_gpu_that_the_warm_up_did_not(
     checkpoint: Checkpoint, policy: str
 ) -> None:
     device = Noting(checkpoint, layout_of(MIXTRAL, "float32"), gpu=LaggingGpu(seed=1))
-    batch_on(device, policy, 0.8)
+    report_of(device, policy, weights=0.8, keep_open=True)
     device.close()
     assert "linear" in device.warm
     assert device.gpu.operations.calls.keys() - device.warm <= LATER
@@ -63,7 +51,7 @@ def test_a_step_calls_nothing_on_the_gpu_that_the_warm_up_did_not(
 
 def test_only_new_shapes_are_warmed_up_and_the_report_says_how_long_it_took(checkpoint: Checkpoint) -> None:
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), gpu=LaggingGpu(seed=1))
-    first, second = (batch_on(device, "resident") for _ in range(2))
+    first, second = (report_of(device, "resident", keep_open=True) for _ in range(2))
     device.close()
     assert first.warm_up_seconds is not None and first.warm_up_seconds > 0
     assert second.warm_up_seconds is None
@@ -71,7 +59,7 @@ def test_only_new_shapes_are_warmed_up_and_the_report_says_how_long_it_took(chec
 
 def test_the_cpu_has_nothing_to_warm_up(checkpoint: Checkpoint) -> None:
     device = TorchDevice(checkpoint, layout_of(MIXTRAL, "float32"))
-    report = batch_on(device, "resident")
+    report = report_of(device, "resident", keep_open=True)
     device.close()
     assert report.warm_up_seconds is None
 

@@ -70,16 +70,11 @@ def test_the_virtual_clock_does_not_know_how_python_hashes() -> None:
     assert there.stdout == on_five_nodes()
 
 
-def test_an_array_that_was_used_lately_is_wired() -> None:
+@pytest.mark.parametrize(("later", "wired"), [(500 * MS, 0), (500 * MS + 1, 500)])
+def test_an_array_is_wired_again_by_its_bytes_only_if_it_lay_idle(later: int, wired: int) -> None:
     memory = WiredPages(WIRING)
     memory.use(("a",), 0)
-    assert memory.wire(("a",), 1000, 500 * MS) == 0
-
-
-def test_an_array_that_lay_idle_is_wired_again_by_its_bytes() -> None:
-    memory = WiredPages(WIRING)
-    memory.use(("a",), 0)
-    assert memory.wire(("a",), 1000, 500 * MS + 1) == 500
+    assert memory.wire(("a",), 1000, later) == wired
 
 
 def test_with_standby_arrays_are_wired_when_the_first_request_comes_and_only_then() -> None:

@@ -39,7 +39,7 @@ PREDICTED = About(driver="virtual", policy="P", machine="t4", model="m")
 MEASURED = About(driver="realtime", policy="P", machine="t4", model="m")
 
 
-class _Free:
+class Free:
     """Costs nothing but the nanoseconds that a task brings with it."""
 
     def work(self, work: Work) -> Demand:
@@ -103,7 +103,7 @@ def run_ranks(
     perform: Any = None,
 ) -> None:
     """Run one coroutine per rank; a failed task is no error here."""
-    driver = VirtualDriver(engines, _Free(), perform=perform, observers=[recorder])
+    driver = VirtualDriver(engines, Free(), perform=perform, observers=[recorder])
     with suppress(TaskFailed):
         driver.run(*mains)
 
@@ -131,18 +131,11 @@ def tasks_of(recording: Recording) -> list[tuple[Any, ...]]:
     """All that a recording says of its tasks but their times."""
     return sorted(
         (
-            each.id,
-            each.lane,
-            each.task.label,
-            each.task.type,
-            each.task.kind,
-            each.step,
-            each.task.nbytes,
-            each.task.flops,
-            each.line,
+            each.id, each.lane, each.task.label, each.task.type, each.task.kind, each.step, each.task.nbytes,
+            each.task.flops, each.line,
         )
         for each in recording.slices
-    )
+    )  # fmt: skip
 
 
 def slice_of(number: int, lane: LaneName, verb: str, start: int, end: int, step: int = 1) -> Slice:

@@ -50,7 +50,8 @@ def check_keys(keys: Keys, rank: int, ranks: int) -> None:
 def seal(socket: zmq.Socket[bytes], keys: Keys, rank: int, peer: int | None) -> None:
     """Encrypt a socket of a rank with CURVE.
 
-    peer: the rank that the socket connects to; None for the socket on which the rank listens.
+    Args:
+        peer: the rank that the socket connects to; None for the socket on which the rank listens.
     """
     socket.curve_publickey = keys.public[rank].encode()
     socket.curve_secretkey = keys.secret.encode()

@@ -25,7 +25,7 @@ ROOM_MILLISECONDS = 2
 """Milliseconds before a frame is offered again to a rank whose queue is full."""
 
 TELL_SECONDS = 5.0
-"""Seconds for which a rank that gives up tries to tell ranks that may not have started; at most its timeout."""
+"""Seconds for which a rank that gives up tries to tell ranks that may not have started, within its timeout."""
 
 
 class ExchangePart:

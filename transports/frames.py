@@ -185,7 +185,8 @@ def _subject(
 ) -> bytes:
     """Return the end of a header, from the number of elements to the shape; results are cached, as exchanges repeat.
 
-    said: length of the text in bytes.
+    Args:
+        said: length of the text in bytes.
     """
     code = _CODES.get(dtype)
     if code is None or len(shape) > DIMENSIONS or max(shape, default=0) >> 32:

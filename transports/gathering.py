@@ -38,7 +38,7 @@ CLOSED = "the transport was closed"
 
 
 class GatheringTransport(ABC):
-    """Carries out one rank's collectives by a library's all-gather, called on a thread, as it cannot be interrupted.
+    """Carries out one rank's collectives by a library's all-gather, on a thread, since it cannot be interrupted.
 
     Args:
         rank: number of this rank, from 0.
@@ -153,7 +153,8 @@ class GatheringTransport(ABC):
     def _problem(self, future: Future[list[Array]], until: float) -> str:
         """Return the reason why a call of the library has failed; empty if the call has succeeded or is still running.
 
-        until: the end of the timeout, on the monotonic clock.
+        Args:
+            until: the end of the timeout, on the monotonic clock.
         """
         if future.done():
             error = future.exception()

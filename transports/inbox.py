@@ -10,7 +10,7 @@ from .frames import Frame, Kind
 from .mesh import Mesh
 
 AHEAD_FRAMES = 1024
-"""Most early frames from one rank; full queues make a faster sender wait long before."""
+"""Most early frames from one rank; long before this limit, full queues make a faster sender wait."""
 
 
 class Inbox:
@@ -35,7 +35,7 @@ class Inbox:
         return self.early.pop(sequence, [])
 
     def accept(self, message: Any) -> Frame | None:
-        """Decode a message; return its frame if of the current exchange, else None; keep frames of later exchanges.
+        """Decode a message; return its frame if it is of the current exchange, else None; keep frames of later ones.
 
         Raises:
             TransportError: the sender is too many exchanges ahead.

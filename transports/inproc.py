@@ -77,7 +77,8 @@ class InprocTransport:
     ) -> T:
         """Bring a rank's part to an exchange and wait for the other ranks; return `result` of the parts of all ranks.
 
-        result: function of all parts, in rank order.
+        Args:
+            result: function of all parts, in rank order.
         """
         with self._changed:
             meeting = self._come(operation, rank, exchange, part, root)
@@ -104,7 +105,8 @@ class InprocTransport:
     ) -> _Meeting:
         """Record that a rank has begun a collective; returns the object that collects the parts of all ranks.
 
-        If the ranks disagree on what transports between processes compare, too, that object has the problem.
+        If the ranks describe the exchange differently, that object gets the problem. The fields that are compared are
+        those that transports between processes compare.
 
         Raises:
             TransportError: the transport is closed, the rank came twice or does not exist, or there is no such root.

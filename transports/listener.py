@@ -60,7 +60,8 @@ class Listener:
     def send(self, rank: int, data: Any, copy: bool) -> None:
         """Send bytes to a rank that has greeted.
 
-        copy: True to copy the bytes first; False to keep `data` until they are sent.
+        Args:
+            copy: True to copy the bytes first; False to keep `data` until they are sent.
 
         Raises:
             zmq.ZMQError: EAGAIN if the rank's queue is full, EHOSTUNREACH if its connection ended.
@@ -71,7 +72,8 @@ class Listener:
     def receive(self, flags: int) -> Message:
         """Receive the next message that is not the first greeting of a rank.
 
-        flags: as for `zmq.Socket.recv`.
+        Args:
+            flags: as for `zmq.Socket.recv`.
 
         Raises:
             zmq.Again: no message came in time.
@@ -100,7 +102,8 @@ class Listener:
     def _meets(self, name: bytes, message: Message) -> bool:
         """Return True if a message is the first greeting of a rank; from then on the connection counts as the rank's.
 
-        name: ZeroMQ's name of the connection.
+        Args:
+            name: ZeroMQ's name of the connection.
         """
         first = bytes(message.content.buffer[:SENDER_BYTES])
         if first not in self.unmet:

@@ -201,7 +201,8 @@ class Mesh:
     def _from(self, source: zmq.Socket[bytes], flags: int) -> Message:
         """Receive the next message of a socket. Raises `zmq.Again` if no message comes in time.
 
-        flags: as for `zmq.Socket.recv`.
+        Args:
+            flags: as for `zmq.Socket.recv`.
         """
         if source is self._listener.socket:
             return self._listener.receive(flags)
@@ -247,7 +248,8 @@ class Mesh:
     def _use(self, purpose: str, call: Callable[[str], object], address: str) -> None:
         """Call a function of a socket, such as bind or connect, with an address.
 
-        purpose: the purpose of the call in words, for the message.
+        Args:
+            purpose: the purpose of the call in words, for the message.
 
         Raises:
             BadInput: the system refuses the address; all sockets are then freed.

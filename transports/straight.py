@@ -26,7 +26,7 @@ if sys.platform == "linux":
 else:
 
     def sched_yield() -> None:
-        """Keep the core: only Linux has it."""
+        """Keep the core, as only Linux has `os.sched_yield`."""
 
 
 PAUSE_SECONDS = 100e-6

@@ -70,7 +70,8 @@ class Watch:
     def over(self, watched: zmq.Socket[bytes], peer: int | None) -> None:
         """Watch a socket of the mesh; call before `begin`.
 
-        peer: the rank that the socket connects to; None for the socket that listens.
+        Args:
+            peer: the rank that the socket connects to; None for the socket that listens.
         """
         self._monitors[watched.get_monitor_socket(_EVENTS)] = peer
         self._watched.append(watched)

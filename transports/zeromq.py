@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 WHOLE_UP_TO = 32 * 1024
-"""Most bytes of a part that is sent whole; three and more ranks sum larger ones in pieces: fewer bytes, two hops."""
+"""Most bytes of a part that is sent whole. Three or more ranks sum larger parts in pieces: fewer bytes, two hops."""
 
 
 class ZeroMqTransport:
@@ -113,7 +113,8 @@ class ZeroMqTransport:
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """Return the root's array on every rank; the root does not wait for the others. Raises as `all_reduce`.
 
-        array: the array to send on the root, None on other ranks.
+        Args:
+            array: the array to send on the root, None on other ranks.
         """
         with self.calling, ExchangePart(self, Kind.BROADCAST, rank, exchange, array, root) as own_part:
             if rank != root:
@@ -148,7 +149,8 @@ class ZeroMqTransport:
     def _sum_in_pieces(self, own_part: ExchangePart, part: Array) -> Array:
         """Return the sum of all ranks' `part`s. Each rank adds up one piece of them, and sends this sum to all others.
 
-        own_part: sends and receives the pieces.
+        Args:
+            own_part: sends and receives the pieces.
         """
         flat = part.reshape(-1)
         cuts = pieces(flat.size, self.ranks)

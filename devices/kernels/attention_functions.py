@@ -19,8 +19,9 @@ from .sinks import attend_with_sinks
 class KVView(NamedTuple):
     """The cached keys and values of S sequences of one length L; the last tokens of each sequence are new.
 
-    keys_SLKd, values_SLKd: (S sequences, L tokens, K key-value heads, d head size), any strides. queries: number of new
-    tokens of each sequence.
+    Attributes:
+        keys_SLKd, values_SLKd: (S sequences, L tokens, K key-value heads, d head size), with any strides.
+        queries: number of new tokens of each sequence.
     """
 
     keys_SLKd: Tensor
@@ -41,6 +42,7 @@ def attention(
 
     Args:
         q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
+        views: the keys and values of all sequences, in groups of sequences of one length.
         window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
         fused: True if torch has a kernel that stores no scores; otherwise few queries are computed at a time.
         sinks_H: the score of each head's attention sink, as in `sinks.py`; None without sinks.

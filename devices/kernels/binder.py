@@ -23,8 +23,8 @@ class Binder:
     Attributes:
         table: the kernel table.
         dtype: name of the dtype of weights and hidden states.
-        beside_attention: small tensors that attention reads, such as sinks, by layer and device; always in memory,
-            unlike pages of weights.
+        beside_attention: small tensors that attention reads, such as sinks, by layer and device. Unlike pages of
+            weights, they are always in memory.
     """
 
     def __init__(self, table: KernelTable, config: ModelConfig, dtype: str, device: str) -> None:
@@ -48,7 +48,9 @@ class Binder:
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound | None:
         """Return the function that computes an operation with these weights; None if no kernel takes the operation.
 
-        If the result is None, the caller computes the operation's parts one by one. memory: receives the results.
+        If the result is None, the caller computes the operation's parts one by one.
+
+        memory: receives the results.
         """
         key = operation, memory.rows
         found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
@@ -88,7 +90,7 @@ class Binder:
     def expert(
         self, weights: Weights, expert: int | None, rows: int, *, on_host: bool = False
     ) -> tuple[Kernel, Bound]:
-        """Return the kernel that runs an expert on a number of rows, and its function, bound to the expert's weights.
+        """Return the kernel that runs an expert on `rows` rows, and its function, bound to the expert's weights.
 
         Args:
             weights: the weights of a layer.
@@ -123,7 +125,7 @@ class Binder:
     def _bind_for(
         self, memory: Workspace, key: Hashable, case: Case, weights: Weights | None = None
     ) -> Bound:
-        """Bind the first kernel that takes a case to weights; `memory` keeps the returned function, under a key."""
+        """Find the first kernel that takes a case, and bind it to weights; `memory` keeps the result under `key`."""
         bound = self.table.bind(case, weights, memory)
         memory.keep(key, bound)
         return bound

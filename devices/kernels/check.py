@@ -37,7 +37,7 @@ ROWS = (1, 2, 3, 5, 16, 33, 130)
 BLOCKS = (1, 3)
 """Numbers of row blocks that a matrix is cut into."""
 WORSE = 1.5
-"""Most mean squared error of a kernel, as a multiple of that of torch."""
+"""Largest mean squared error that a kernel may have, as a multiple of the error of torch's kernel."""
 LEAST_ERROR = 1e-12
 """Mean squared error that is always allowed."""
 
@@ -57,10 +57,10 @@ def check_kernel(
         formats: names of quantised storage formats of weights to try beside plain ones.
 
     Raises:
-        KernelFailed: the kernel raised, a result has another shape or dtype, or only `check_device` can check its
-            operation.
-        AssertionError: a result is too far from the exact one, an element of it is not finite or was not written, a
-            second call has other bits, an input or a weight was written to, or bits of a kernel that says it is
+        KernelFailed: the kernel raised, a result has a wrong shape or dtype, or only `check_device` can check the
+            kernel's operation.
+        AssertionError: a result is too far from the exact one, an element of a result is not finite or was not written,
+            a second call returned other bits, an input or a weight was written to, or the bits of a kernel with
             `independent` depend on other rows or row blocks. The message names kernel and case.
     """
     kind = plugins.find("kernels", row)
@@ -123,7 +123,9 @@ def _configs() -> Iterator[ModelConfig]:
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:
     """Make the resources of kernels on the CPU for a model and a dtype, with a table of all shipped kernels.
 
-    threads: the native kernels; None to compute everything with torch, whose number of cores stays as it is.
+    The kernels leave the number of cores that torch uses as it is.
+
+    threads: the native kernels; None to compute everything with torch.
     """
     resources = Resources(
         config=config,
@@ -144,7 +146,7 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
 
 @contextmanager
 def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> Iterator[Resources]:
-    """Provide a model's resources of kernels on the CPU until the context ends, with native kernels if there are any.
+    """Return a context with the resources of kernels on the CPU for a model, with native kernels if there are any.
 
     instruction_set: instruction set of the native kernels; None for the widest of this processor.
     """
@@ -156,7 +158,7 @@ def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> 
 
 
 def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredFormat | None) -> int:
-    """Check a kernel on `rows` rows, with matrices cut in several ways into row blocks; returns the number of cases.
+    """Check a kernel on `rows` rows, for matrices in one and in more row blocks; returns the number of cases taken.
 
     coded: quantised storage format of the matrices; None for plain numbers.
     """
@@ -218,7 +220,9 @@ def _results(title: str, sample: Sample, bound: Bound, rows: range) -> Tensor:
 
 
 def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample, case: Case) -> None:
-    """Check that a kernel's result is about as close to the exact result as that of torch's kernel with plain weights.
+    """Check that a kernel's result is about as close to the exact one as the result of torch's kernel is.
+
+    Torch's kernel gets plain weights.
 
     Args:
         title: kernel and case, for the message.

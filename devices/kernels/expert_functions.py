@@ -21,7 +21,9 @@ ACTIVATED_ROWS = 64
 class ExpertOrder(NamedTuple):
     """The rows of experts' inputs, sorted by expert, then by token: one for each pair of token and chosen expert.
 
-    tokens_n: the token of each row. rows_Tk: the row of each pair.
+    Attributes:
+        tokens_n: the token of each row.
+        rows_Tk: the row of each pair.
     """
 
     tokens_n: Tensor
@@ -35,7 +37,7 @@ def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) ->
 
 
 def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
-    """Return two biases (E) among a layer's weights: of router logits, and of the scores by which experts are chosen.
+    """Return the bias (E) of a layer's router logits, and the bias (E) of the scores by which experts are chosen.
 
     A bias that the router does not have is None; no router has both.
     """
@@ -81,7 +83,7 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
-    """Return scores (T, E), minus infinity for experts outside of a token's best groups, so that no token chooses them.
+    """Return the scores (T, E), with minus infinity for experts outside of each token's best groups.
 
     A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
     """
@@ -134,7 +136,7 @@ def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
 
 
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
-    """Add each token's weighted sum of expert outputs, by `sum_experts`, to the residual; rounds once, to its dtype."""
+    """Add each token's weighted sum of expert outputs, by `sum_experts`, to the residual, rounded once to its dtype."""
     out_TD = torch.empty_like(residual_TD)
     for tile in tiles_of(out_TD):
         out_TD[tile] = sum_experts(y_nD, rows_Tk[tile], weights_Tk[tile]).add_(residual_TD[tile])

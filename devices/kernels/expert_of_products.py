@@ -16,7 +16,7 @@ from .torch_rows import TorchKernel
 Product = Callable[[Tensor], Tensor]
 
 MOST_SIZES = 32
-"""Numbers of rows for which an expert keeps the kernels of its products: those of decode steps repeat."""
+"""Largest number of row counts for which an expert keeps the kernels of its products; those of decode steps repeat."""
 
 
 class ExpertOfProducts(TorchKernel):
@@ -49,7 +49,7 @@ def expert_of(
     """Make an expert: a function from inputs (n, D) to outputs (n, D).
 
     Args:
-        products: functions that multiply by each matrix, by its name, such as "gate".
+        products: the function that multiplies by each matrix, by the matrix's name, such as "gate".
         biases: the expert's biases by name, such as "down_bias"; a matrix may have none.
     """
     biased = {name: with_bias(product, biases.get(f"{name}_bias")) for name, product in products.items()}

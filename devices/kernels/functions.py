@@ -8,10 +8,10 @@ heads, K key-value heads, G heads that share one key-value head, d head size, S 
 experts, k experts per token, n rows of experts, I inner size of an expert, V vocabulary, N outputs of a matrix, X
 anything else.
 
-A weight matrix (N, D) arrives as row blocks, top to bottom: a page may hold only a part of its rows. A model whose
-files hold the transpose has column blocks, left to right, instead. A block is (N, D), its columns contiguous where it
-is a transpose, or packed (see `packed_weights.py`). Hidden states have the weights' dtype; operations that decide
-accuracy (norms, rotation, softmax, routing, the sum over experts) are computed in float32.
+A weight matrix W (N, D) comes as row blocks (some of N, D), top to bottom, as a page may hold only some of its rows. If
+the files hold the transpose of W, it comes as column blocks (N, some of D) instead, left to right, whose columns are
+contiguous. A block may be packed (see `packed_weights.py`). Hidden states have the weights' dtype; operations that
+decide accuracy (norms, rotation, softmax, routing, the sum over experts) are computed in float32.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def output_projection(
 
     Args:
         o: the row blocks of the projection matrix (D, X).
-        bias: the blocks of its bias; None without one.
+        bias: the blocks of the projection's bias; None without one.
     """
     return plus(residual_TD, with_bias(partial(linear, blocks=o), bias)(attention_TX), factor)
 

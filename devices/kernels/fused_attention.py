@@ -14,7 +14,7 @@ PIECE_BYTES = 64 << 20
 def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
     """Test whether torch has a fused kernel for heads of this size on a GPU of this compute capability.
 
-    Flash attention takes 16-bit dtypes, memory-efficient attention head sizes that are multiples of 8.
+    Flash attention takes 16-bit dtypes; memory-efficient attention takes head sizes that are multiples of 8.
     """
     if capability >= FLASH_SINCE and dtype != torch.float32:
         return head_dim <= LARGEST_FLASH_HEAD or head_dim % 8 == 0

@@ -45,8 +45,8 @@ class Guarded(Kernel):
         """Bind the wrapped kernel; returns its function, wrapped to check the shapes and dtypes of each result.
 
         Raises:
-            KernelFailed: the kernel raised in `bind`; the function raises it for a wrong result or an exception in a
-                call.
+            KernelFailed: `bind` of the kernel raised, or returned no function. The function that this method returns
+                raises KernelFailed if a call raises or has a wrong result.
         """
         bound = self._call(case, "bind", self._kernel.bind, case, weights, memory)
         if not callable(bound):
@@ -88,7 +88,7 @@ class Guarded(Kernel):
                 )
 
     def _expected(self, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[Shape, torch.dtype]]:
-        """Yield the shape and dtype of each checked result of a case's operation, in order, by a call's arguments."""
+        """Yield the shape and dtype that each checked result of a call must have, in order, given its arguments."""
         config, layer, dtype = self._config, case.layer, self._dtype
         match case.operation:
             case "embed":

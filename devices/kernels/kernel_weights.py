@@ -19,7 +19,7 @@ PARTS_OF_SOME = ("gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias")
 """Further tensors that the experts of some models have; gate_up takes the place of gate and up."""
 
 MOST_BOUND = 1024
-"""Most bound kernels that weights keep: prompts have hundreds of numbers of rows, most of them once."""
+"""Largest number of bound kernels that weights keep: prompts have hundreds of lengths, most of which occur once."""
 
 _numbers = count()
 

@@ -16,7 +16,7 @@ Array = mx.array
 
 
 Kernel = Callable[..., Array]
-"""A function of arrays, each of whose results depends on the same element of its arguments only."""
+"""An element-wise function: each element of its result depends only on the same elements of its arguments."""
 
 ONE_BY_ONE: list[Kernel] = []
 """The functions of this module as they are written, not joined: MLX runs a kernel for each operation in them."""

@@ -1,9 +1,9 @@
 """The operations of a MoE transformer on MLX, as pure functions of arrays, which are lazy: the caller evaluates them.
 
-The letters at the end of an array's name are its dimensions, as in `functions.py`. A weight matrix (N, D) arrives as
-blocks (D, some of N) of its transpose, left to right, and experts' matrices in stacks: one array for several experts,
-(E, D, some of N), or (E, some of D, N) where the files hold the transpose. Operations that decide accuracy are computed
-in float32.
+The letters at the end of an array's name are its dimensions, as in `functions.py`. A weight matrix (N, D) comes as
+blocks (D, some of N) of its transpose, left to right. Experts' matrices come in stacks, whose blocks are for several
+experts: (E, D, some of N), or (E, some of D, N) where the files hold the transpose. Operations that decide accuracy are
+computed in float32.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ Blocks = Sequence[Array]
 Product = Callable[[Array, Blocks], Array]
 
 MANY_ROWS = 64
-"""Rows of a micro-batch from which on `gather_mm` is called with the flag that they are sorted by expert.
+"""Number of experts' rows from which on `gather_mm` is told that rows are sorted by expert.
 
-Metal then reads an expert's weights once for neighbouring rows, in another kernel, whose last bits differ.
+Metal then reads an expert's weights once for neighbouring rows, by another kernel, whose results have other last bits.
 """
 
 
 class Stack(NamedTuple):
     """The gate, up and down matrices of several experts, each as a list of blocks (E experts, D, some of N columns).
 
-    transposed_down: True if the blocks of down are (E, some of D, N) instead.
+    Attributes:
+        transposed_down: True if the blocks of down are (E, some of D, N) instead.
     """
 
     gate: Blocks
@@ -50,9 +51,9 @@ class Rows(NamedTuple):
     """The expert of each row of an experts' input; rows are sorted by expert.
 
     Attributes:
-        indices_n: index of each row's expert in its stack, uint32, ascending.
-        counts: number of rows of each index; None if the host does not know them, so that experts cannot run one by
-            one.
+        indices_n: index of each row's expert in the stack, uint32, ascending.
+        counts: number of rows of each expert of the stack; None if the host does not know them, so that experts cannot
+            run one by one.
         many: True if the micro-batch has at least `MANY_ROWS` (64) rows.
     """
 
@@ -122,7 +123,7 @@ def project_qkv(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Array, Array, Array]:
-    """Normalise, project, clip and rotate hidden states as the model needs: queries (T, H, d), keys, values (T, K, d).
+    """Compute queries (T, H, d), keys and values (T, K, d) from hidden states: norms, projection, clipping, rotation.
 
     Args:
         angles: cosines and sines as `rotary_angles` gives them.
@@ -156,6 +157,7 @@ def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) 
 
     Args:
         q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
+        views: the keys and values of all sequences, in groups of sequences of one length.
         window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     """
     parts = []
@@ -241,7 +243,7 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Array, router: Router) -> Array:
-    """Return scores (T, E), minus infinity for experts outside of a token's best groups, so that no token chooses them.
+    """Return the scores (T, E), with minus infinity for experts outside of each token's best groups.
 
     A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
     """
@@ -257,8 +259,10 @@ def within_groups(choice_TE: Array, router: Router) -> Array:
 class Grouping(NamedTuple):
     """The input rows of experts, one for each pair of a token and a chosen expert, sorted by expert, then by token.
 
-    x_nD: the rows. experts_n: the expert of each row. rows_Tk: the row of each pair; None for a single token, whose
-    rows are in the order of its experts.
+    Attributes:
+        x_nD: the rows.
+        experts_n: the expert of each row.
+        rows_Tk: the row of each pair; None for a single token, whose rows are in the order of its experts.
     """
 
     x_nD: Array
@@ -276,7 +280,10 @@ def group_by_expert(x_TD: Array, experts_Tk: Array) -> Grouping:
 
 
 def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
-    """Sort pairs of token and expert by expert; returns each row's token (n) and expert (n), each pair's row (T, k)."""
+    """Sort pairs of token and expert by expert, so that each becomes a row.
+
+    Returns the token (n) and the expert (n) of each row, and the row of each pair (T, k).
+    """
     flat = experts_Tk.reshape(-1)
     order_n = mx.argsort(flat)
     return order_n // experts_Tk.shape[1], flat[order_n], mx.argsort(order_n).reshape(experts_Tk.shape)
@@ -292,7 +299,7 @@ def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """Run a stack's experts on rows x, one after the other: (n, D), as `gathered_experts`; needs `rows.counts`."""
+    """Run a stack's experts one after the other, each on its rows of x; returns (n, D). It needs `rows.counts`."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -372,13 +379,13 @@ def sum_experts(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> Array:
 
 
 def combine(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array, residual_TD: Array) -> Array:
-    """Add each token's weighted sum of expert outputs, by `sum_experts`, to the residual; rounds once, to its dtype."""
+    """Add each token's weighted sum of expert outputs, by `sum_experts`, to the residual, rounded once to its dtype."""
     parts = _weighted(y_nD, rows_Tk, weights_Tk)
     return mlx_elements.added_to(residual_TD[:, None], *parts).squeeze(1)
 
 
 def _weighted(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> list[Array]:
-    """Weight each token's expert outputs (rows rows_Tk of y): k arrays (T, 1, D), float32, by ascending expert."""
+    """Multiply expert outputs by their weights; returns k arrays (T, 1, D), float32, one for each expert of a token."""
     y_TkD = y_nD[None] if rows_Tk is None else y_nD[rows_Tk]
     weighted_TkD = mlx_elements.weighted(y_TkD, weights_Tk[:, :, None])
     return list(mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1))

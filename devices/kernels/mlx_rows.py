@@ -170,7 +170,7 @@ class MlxCombine(MlxKernel):
 
 
 class MlxMoELayer(MlxKernel):
-    """Computes a layer after attention; the host reads the router's choices only at the end of the layer."""
+    """Computes all that follows attention in a layer; only then does the host read the router's choices."""
 
     operation = "moe_layer"
     takes = "experts in one stack, as `mlx gathered` does"
@@ -240,5 +240,5 @@ def mlx_table(config: ModelConfig) -> KernelTable:
 
 
 def device_name() -> str:
-    """Return the name of MLX's device for the field `device` of a `Case`: of the GPU with Metal, else of the CPU."""
+    """Return the name of MLX's device in a `Case`: "metal" for a GPU, if there is Metal, otherwise "cpu"."""
     return "metal" if mx.metal.is_available() else "cpu"

@@ -20,7 +20,7 @@ class Arrays(KernelWeights[Array]):
     In a stack, which holds the matrices of several experts, blocks are (E experts, D, some of N).
 
     Args:
-        experts: the stack of each expert of the layer, and the expert's index in that stack, by expert.
+        experts: for each expert of the layer: the stack that holds it, and its index in that stack.
 
     Attributes:
         stack: the stack that holds all experts of the layer; None if the experts are in several stacks or in none.
@@ -45,7 +45,7 @@ class Arrays(KernelWeights[Array]):
 
 
 def stack_of(parts: Mapping[str, Sequence[Array]], layer: Layer) -> Arrays:
-    """Make a stack of experts from blocks as a checkpoint's files hold them; matrices are transposed for MLX.
+    """Make a stack of experts from blocks in the form of a checkpoint's files; matrices are transposed for MLX.
 
     parts: the blocks of gate, up and down by name: (E, some of N, D), or (E, some of D, N) for a transposed down.
     """

@@ -94,7 +94,7 @@ class NativeGreedy(NativeMemoryKernel):
 
 
 class _Greedy:
-    """A bound kernel that computes logits and tokens by the library, and makes a `HeadCall` only if `rows` changed."""
+    """A bound kernel that computes logits and likeliest tokens; it makes a new `HeadCall` only if `rows` changed."""
 
     def __init__(self, threads: NativeKernels, head: Head) -> None:
         self._threads = threads

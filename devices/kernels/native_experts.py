@@ -1,4 +1,4 @@
-"""The native library's kernels for one expert: a call runs it whole."""
+"""The native library's kernels for one expert: one call runs the whole expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NativeExpert(NativeKernel):
     operation = "expert"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: another expert than C knows, or a reason of `NativeKernel`; else empty."""
+        """Return why a case is refused: an expert that C cannot run, or a reason of `NativeKernel`; else empty."""
         return super().refusal(case) or unknown_experts(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
@@ -37,13 +37,13 @@ class NativeExpertByColumns(ByColumns, NativeExpert):
     takes = f"{ByColumns.takes}; a limited activation"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: no limited activation, or a reason of a base; else empty."""
+        """Return why a case is refused: no limited activation, or a reason of a base class; else empty."""
         limited = case.network.activation.limit is not None
         return super().refusal(case) or ("" if limited else "it runs experts with a limited activation")
 
 
 def unknown_experts(case: Case) -> str:
-    """Return why C lacks the experts of a case's layer; empty if it has them."""
+    """Return why C cannot run the experts of a case's layer; empty if it can."""
     network = case.network
     known = network.is_usual or network.activation.limit is not None
     return "" if known else "it runs experts of three matrices, or with a limited activation"

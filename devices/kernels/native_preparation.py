@@ -106,7 +106,7 @@ class Preparation:
 
 
 def expert_kind(network: FeedForward, transposed: bool) -> ExpertKind:
-    """Return what all experts of a layer have in common, for C; `transposed`: whether their matrices are stored so."""
+    """Return the arguments of C that a layer's experts share; `transposed`: True if matrices are stored transposed."""
     activation = network.activation
     return ExpertKind(transposed, activation.limit or 0.0, activation.alpha)
 
@@ -117,7 +117,7 @@ def lies_transposed(expert: Weights) -> bool:
 
 
 def expert_weights(expert: Weights, held: Held) -> ExpertWeights:
-    """Return an expert's matrices and biases for C; `held` receives the arrays and tensors that they are in."""
+    """Return an expert's matrices and biases for C; `held` receives the arrays and tensors that C reads."""
     transposed, described = lies_transposed(expert), ExpertWeights()
     for name in EXPERT_MATRICES:
         if name not in expert:
@@ -132,9 +132,9 @@ def expert_weights(expert: Weights, held: Held) -> ExpertWeights:
 
 
 def _held_experts(experts: Sequence[Weights], held: Held) -> int | None:
-    """Return the address of an array of several experts' matrices for C; None if an expert's are not all loaded.
+    """Return the address of an array with the weights of several experts for C; None if an expert lacks a matrix.
 
-    held: list to which the arrays are appended, which must exist as long as C uses them.
+    held: list to which the arrays are appended; the caller keeps it as long as C uses them.
     """
     if not all("down" in expert and ("up" in expert or "gate_up" in expert) for expert in experts):
         return None

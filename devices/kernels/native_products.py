@@ -10,7 +10,7 @@ from .resources import Resources
 from .seam import COLUMNS, ROWS, Bound, Case
 
 MOST_COLUMN_ROWS = 16
-"""Largest number of rows of x for which products by transposed matrices are faster than torch's."""
+"""Largest number of rows of x for which these products with transposed matrices are faster than torch's."""
 
 
 class NativeProduct(NativeKernel):
@@ -28,7 +28,7 @@ class NativeProduct(NativeKernel):
 
 
 class ByColumns(NativeKernel):
-    """The first base of kernels for a few rows of bfloat16 by matrices that are stored transposed."""
+    """A base, to be named first, of kernels that multiply a few rows of bfloat16 by matrices stored transposed."""
 
     takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
 
@@ -37,7 +37,7 @@ class ByColumns(NativeKernel):
         self.name = f"{self.name}, columns"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: no transposed matrix, many rows, or a reason of another base; else empty."""
+        """Return why a case is refused: no transposed matrix, many rows, or a reason of the other base; else empty."""
         if case.formats != {COLUMNS}:
             return "it reads matrices that are stored transposed"
         if case.rows > MOST_COLUMN_ROWS:

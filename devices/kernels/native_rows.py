@@ -112,14 +112,14 @@ def _combine(
 
 
 class NativeMoELayer(NativeMemoryKernel):
-    """Computes a layer after attention in one call of C: output projection, norm, router, experts, weighted sum."""
+    """Computes all that follows attention in a layer, from output projection to sum over experts, in one call of C."""
 
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: another layer than C knows, or a reason of `NativeKernel`; else empty.
+        """Return why a case is refused: a layer that C cannot compute, or a reason of `NativeKernel`; else empty.
 
-        Matrices of experts with a limited activation may be stored transposed, where rows are few.
+        Matrices of experts with a limited activation may be stored transposed if rows are few.
         """
         network = case.network
         if COLUMNS in case.formats:
@@ -147,7 +147,7 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """A bound kernel of the native library for a layer after attention.
+    """A bound kernel of the native library for all that follows attention in a layer.
 
     The addresses of its inputs are written to the library's arguments only if the inputs are other tensors than before.
     """
@@ -191,9 +191,14 @@ class _MoELayer:
 
 
 def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOutput:
-    """Return the tensors for a router's result in a micro-batch's memory, given the hidden size.
+    """Reserve tensors for a router's result in a micro-batch's memory.
 
-    The logits begin as zeros, and stay zeros in a layer with a single expert, which has no router.
+    The logits begin as zeros; in a layer with a single expert, which has no router, they stay zeros.
+
+    Args:
+        memory: the micro-batch's memory, for `memory.rows` tokens.
+        hidden: the hidden size.
+        network: the layer's feed-forward network, which has the numbers of experts and of experts per token.
     """
     rows = memory.rows
     return RouterOutput(
@@ -205,9 +210,14 @@ def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOu
 
 
 def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case: Case) -> Tensor | None:
-    """Write the addresses of `choices`, tensors for a router's result, to `layer`, the arguments of a native call.
+    """Write the addresses of the tensors for a router's result to the arguments of a native call.
 
     Returns memory for the scores of a sigmoid router, which C uses and the caller must keep; None for softmax.
+
+    Args:
+        layer: the arguments of the native call.
+        choices: the tensors for the router's result.
+        memory: the micro-batch's memory, which also holds the scores.
     """
     layer.x, layer.chosen, layer.weights, layer.logits = (
         each.data_ptr() for each in choices if each is not None

@@ -3,10 +3,10 @@
 Each function here defines an operator and computes it on the host's tensors in plain torch, with sums in float64: the
 reference for GPU kernels. A kernel for GPUs registers itself for the same operator (`triton_launches.py`).
 
-The letters in names of tensors are their dimensions: see `functions.py`, and N slots of a KV cache, P parts of a
-sequence, h half of a head. An operator gets a matrix twice: as the list of its row blocks, and as a table for GPU
-kernels, (matrices, blocks, 2), int64, with the first row and the address of each block. A stack has one matrix for each
-expert; a matrix with fewer blocks than the others repeats its last block.
+The letters in names of tensors are their dimensions, as in `functions.py`. In addition, N is slots of a KV cache, P is
+parts of a sequence, and h is half of a head. An operator gets a matrix twice: as the list of its row blocks, and as a
+table for GPU kernels, (matrices, blocks, 2), int64, with the first row and the address of each block. In a stack, which
+has one matrix for each expert, a matrix with fewer blocks than the others repeats its last block.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from . import expert_functions, functions, qkv_functions
 Tensor = torch.Tensor
 
 UNLIMITED = 2**30
-"""The window of attention without a window, in which a token sees all earlier ones."""
+"""The window that stands for attention without a window, where a token sees all earlier tokens."""
 QUERIES = 64
-"""Most new tokens of a sequence whose attention one program of a kernel computes."""
+"""Largest number of new tokens of a sequence whose attention one program of a GPU kernel computes."""
 
 
 Operator = Callable[..., None]
@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return a decorator that registers a function as the torch operator of its name, and as its version for the CPU.
+    """Return a decorator that defines a torch operator with a function's name, which on the CPU runs that function.
 
     written: the names of the arguments that the operator writes to.
     """
@@ -139,14 +139,14 @@ def attend(
     """Store the keys and values of one new token of each sequence, and attend from it over each part of its sequence.
 
     Args:
-        table: int64: the number of tokens of each sequence, the place of each sequence's first block in the list of
-            blocks, and the list of the numbers of all blocks.
+        table: three lists one after the other, int64: the number of tokens of each sequence; the index in the third
+            list of each sequence's first block; the numbers of the blocks of all sequences.
         block: number of tokens in a block of the KV cache.
         window: the largest number of tokens that a query sees, itself included.
         split: number of tokens in a part of a sequence.
-        sums_SHP: is written: for each part, the sum over its tokens of exp(score - peak).
-        peaks_SHP: is written: the largest score of each part; minus infinity if the query sees no token of the part.
-        parts_SHPd: is written: for each part, the sum over its tokens of exp(score - peak) times the token's value.
+        sums_SHP: receives, for each part, the sum over its tokens of exp(score - peak).
+        peaks_SHP: receives the largest score of each part; minus infinity if the query sees no token of the part.
+        parts_SHPd: receives, for each part, the sum over its tokens of exp(score - peak) times the token's value.
     """
     kv_heads = k_SKd.shape[1]
     for s, slots in enumerate(_slots(table, len(q_SHd), block)):
@@ -244,9 +244,11 @@ def route(
 ) -> None:
     """Normalise tokens, compute router logits, choose each token's k experts; write results to the last four arguments.
 
+    The experts of a token are ascending.
+
     Args:
         layer_norm: True to normalise by mean and variance, False by the root mean square.
-        sum_to_one: True if the weights of a token's chosen experts add up to 1. Experts are ascending.
+        sum_to_one: True if the weights of a token's chosen experts add up to 1.
     """
     norm(hidden_TD, norm_D, eps, layer_norm, x_TD)
     logits_TE.copy_(_product(x_TD, torch.cat(blocks)))
@@ -261,9 +263,9 @@ def sort_rows(experts_Tk: Tensor, rows_Tk: Tensor, pairs_n: Tensor, starts_E: Te
     """Sort the pairs of token and expert by expert, then by token; each pair is a row of its expert.
 
     Args:
-        rows_Tk: becomes the row of each pair.
-        pairs_n: becomes the pair of each row, int32, where pair t * k + j is the j-th expert of token t.
-        starts_E: becomes the first row of each expert, and at the end the number of rows.
+        rows_Tk: receives the row of each pair.
+        pairs_n: receives the pair of each row, int32, where pair t * k + j is the j-th expert of token t.
+        starts_E: receives the first row of each expert, and at the end the number of rows.
     """
     sorted_n, order_n = experts_Tk.view(-1).sort(stable=True)
     rows_Tk.view(-1).copy_(order_n.argsort())
@@ -305,7 +307,7 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Multiply each expert's rows by its matrix in `blocks` (and `table`) into y; `sort_rows` gives `starts_E`."""
+    """Multiply each expert's rows (see `sort_rows`) by its matrix in `blocks` (and `table`); write the results to y."""
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 

@@ -65,10 +65,12 @@ def project_qkv(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise and project hidden states to queries (T, H, d), keys and values (T, K, d), and rotate them; contiguous.
+    """Compute queries (T, H, d), keys and values (T, K, d) from hidden states: norms, projection, clipping, rotation.
+
+    The results are contiguous.
 
     Args:
-        weights: a layer's row blocks by name: attention_norm, qkv, and norms and biases where it has them.
+        weights: a layer's row blocks by name: attention_norm, qkv, and norms and biases if the layer has them.
         angles: cosines and sines as `rotary_angles` gives them.
         attention: the description of the layer's attention.
     """
@@ -77,7 +79,7 @@ def project_qkv(
 
 
 def qkv_bias(weights: Mapping[str, Blocks], attention: GroupedAttention) -> Tensor | None:
-    """Return a layer's bias (X) of queries, keys and values, zero for those that have none; None if all have none."""
+    """Return a layer's bias (X) of queries, keys and values, with zeros for those without; None if all are without."""
     widths = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     biases = {name: weights[f"{name}_bias"][0] for name in widths if name in attention.biases}
     if not biases:

@@ -19,24 +19,24 @@ from .workspace import Workspace
 Indices = Callable[[Sequence[int]], torch.Tensor]
 """A function that makes an int64 tensor of numbers on the accelerator."""
 host_indices: Indices = partial(torch.tensor, dtype=torch.int64)
-"""The `Indices` of the host."""
+"""The function that makes such a tensor on the host."""
 Upload = Callable[[Sequence[int], torch.Tensor], None]
 """A function that copies numbers to the first entries of an int64 tensor on the accelerator."""
 Capture = Callable[[Bound, str, Workspace], Bound]
 """A function that wraps a bound kernel so that a GPU replays it as a graph where its calls repeat.
 
-Its arguments are the bound kernel, which must only launch GPU kernels and write to memory that stays; its operation;
-and the memory that it is bound to.
+The function's arguments are the bound kernel, the name of the kernel's operation, and the memory that the kernel is
+bound to. The kernel must only launch GPU kernels, and write to memory that stays in place.
 """
 
 
 def host_upload(numbers: Sequence[int], into: torch.Tensor) -> None:
-    """Copy numbers to the first entries of `into`, an int64 tensor on the host: the `Resources.upload` of the CPU."""
+    """Copy numbers to the first entries of `into`, an int64 tensor on the host; this is `Resources.upload` for CPUs."""
     into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
 def uncaptured(run: Bound, operation: str, memory: Workspace) -> Bound:
-    """Return `run` unchanged, ignoring the rest: the `Resources.captured` of devices that replay no graphs."""
+    """Return `run` unchanged; this is `Resources.captured` for devices that replay no graphs."""
     return run
 
 
@@ -52,7 +52,8 @@ class Resources:
         upload: function that copies numbers to an int64 tensor on the accelerator.
         captured: function that wraps a bound kernel so that a GPU replays its calls as a graph, where the device can do
             that.
-        use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
+        use_cores_for: function that sets torch's number of cores for a product, given the product's numbers of rows
+            and of weights.
         team: divides independent products among the cores; None if products run one after the other, each on all cores.
         threads: the native kernels; None if the library is not installed or not wanted.
         fused_attention: True if the accelerator has a kernel for attention that stores no scores.

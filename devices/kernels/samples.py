@@ -70,7 +70,7 @@ class Cut(NamedTuple):
 
 
 def coded_block(rows_ND: Tensor, stored: StoredFormat) -> CodedRows:
-    """Quantize rows (N, D) to a storage format."""
+    """Quantise rows (N, D) to a storage format."""
     raw = torch.from_numpy(encoded(rows_ND.float().numpy().reshape(-1), stored))
     return CodedRows(raw.view(len(rows_ND), -1), stored)
 
@@ -278,4 +278,4 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
         "product": _product,
     }
 )
-"""Functions that make the data for an operation, given a model, a dtype, a number of rows, and a cut; by operation."""
+"""For each operation, the function that makes a sample, given a model, a dtype, a number of rows, and a cut."""

@@ -25,7 +25,7 @@ def attend_with_sinks(
 
     Args:
         sinks_H: the score of each head's sink.
-        q_THd: the new tokens, equally many of each sequence, one sequence after the other.
+        q_THd: queries of the new tokens, equally many of each sequence, one sequence after the other.
         window: number of tokens that a query sees, itself included; None for all earlier ones.
         scale: factor on the scores; None for 1 / sqrt(d).
     """

@@ -76,7 +76,7 @@ class KernelTable:
         return kernel
 
     def bind(self, case: Case, weights: Any = None, memory: Workspace = NOTHING) -> Bound:
-        """Bind the first kernel that takes a case to weights and memory; returns the function that computes the case.
+        """Find the first kernel that takes a case, and bind it to weights and memory; returns the resulting function.
 
         Raises:
             MoeschedError: no kernel takes the case; the message has the reason of each kernel.

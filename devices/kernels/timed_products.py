@@ -1,4 +1,4 @@
-"""Products with a matrix as the torch device computes them on the CPU, for calibration to time."""
+"""Products with matrices that calibration times; they are computed as the torch device does on the CPU."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .torch_kernels import open_native, rows_for_native
 Call = Callable[[], object]
 
 PRODUCT = Shape(2048, 1024)
-"""The shape of a matrix of medium size, by which few rows are told from many."""
+"""The shape of a matrix of medium size, for which the limit between few and many rows is measured."""
 
 
 class TimedProducts:
     """Multiplies as the torch device does on the CPU: few rows by the native kernels, more rows by torch.
 
     Each method takes matrices of one shape, which successive products use in turn, so that the cache does not hold
-    them. A method returns a function of a number of rows, which returns a function that computes one product with these
-    rows.
+    them. The method returns a function that takes a number of rows, and returns a call: a function without arguments
+    that computes one product with these rows.
 
     Args:
         threads: number of threads.
@@ -47,7 +47,7 @@ class TimedProducts:
             self._native.close()
 
     def of_rows(self, matrices: list[torch.Tensor], *, packed: bool) -> Callable[[int], Call]:
-        """Return a function from a number of rows to a call that multiplies them by matrices (N, D), stored row by row.
+        """Return the function for products with matrices (N, D) that are stored row by row.
 
         packed: True if torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
         """
@@ -65,7 +65,7 @@ class TimedProducts:
         return of_rows
 
     def of_columns(self, matrices: list[torch.Tensor]) -> Callable[[int], Call]:
-        """Return a function from a number of rows to a call that multiplies them by matrices stored transposed."""
+        """Return the function for products with matrices that are stored transposed."""
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         turns = cycle([[matrix] for matrix in matrices])
 
@@ -81,7 +81,7 @@ class TimedProducts:
     def of_coded_rows(
         self, matrices: list[CodedRows], inputs: int, dtype: torch.dtype
     ) -> Callable[[int], Call]:
-        """Return a function that, given a number of rows, makes a product with quantised matrices of one format.
+        """Return the function for products with quantised matrices of one format.
 
         Args:
             inputs: number of entries in a row of x.

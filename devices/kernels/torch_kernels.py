@@ -35,7 +35,7 @@ Row = Callable[[Resources], Kernel]
 """The class of a kernel, or another function that makes one."""
 
 COMPUTED_IN_FLOAT32 = ".router"
-"""The end of the names of weights that each use converts to float32, which packed weights cannot be."""
+"""The end of the names of weights that are converted to float32 at each use, which is impossible for packed ones."""
 
 PLAIN = {
     operation.name: frozenset({ROWS}) if operation.matrices else frozenset[str]()
@@ -55,7 +55,8 @@ class TorchKernels(Binder):
         cores: number of cores for kernels on the CPU.
         pin: whether each thread of the native kernels is pinned to a core.
         free_cores: number of cores kept free of these threads.
-        use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
+        use_cores_for: function that sets torch's number of cores for a product, given the product's numbers of rows
+            and of weights.
 
     Attributes:
         table: the kernel table; empty until `start`.
@@ -113,8 +114,8 @@ class TorchKernels(Binder):
             rows_an_expert: mean number of rows of an expert in a decode step, which decides if resident weights are
                 packed.
             device: device of the accelerator's tensors.
-            indices, upload, captured: functions that make an int64 tensor on that device, copy numbers to it, and let a
-                GPU replay the calls of a kernel.
+            indices, upload, captured: functions as in `Resources`, which make an int64 tensor on that device, copy
+                numbers to such a tensor, and let a GPU replay the calls of a kernel.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights
@@ -214,7 +215,7 @@ def _title(row: type) -> str:
 
 
 def _required(row: type) -> type[Kernel]:
-    """Return a class of kernels as it is.
+    """Check that a class is a class of kernels, and return it.
 
     Raises:
         BadInput: it is no class of kernels, lacks an attribute, or has an operation that does not exist.
@@ -251,10 +252,11 @@ def fill(table: KernelTable, resources: Resources) -> None:
 
 
 def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
-    """Return the most rows for which the native kernels, rather than torch, multiply by plain weights; 0 for never.
+    """Return the largest number of rows for which native kernels, not torch, multiply by plain weights; 0 for never.
 
     Args:
-        choice: `auto`, `torch`, or an instruction set. dtype: the model's.
+        choice: `auto`, `torch`, or an instruction set.
+        dtype: name of the model's dtype.
         shape: shape of the matrices that hold most weights.
         packed: True if torch would multiply by packed weights.
     """

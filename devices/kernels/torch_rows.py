@@ -34,7 +34,7 @@ class TorchKernel(Kernel):
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
-        """Return the function that multiplies rows by the only matrix of `weights`: the first kernel that takes it."""
+        """Return the function of a kernel in the table that multiplies rows by the only matrix of `weights`."""
         formats = weights.formats(OPERATIONS["product"])
         inner = case._replace(operation="product", formats=formats)
         return self._resources.table.bind(inner, weights)
@@ -75,7 +75,7 @@ class TorchEmbed(PlainKernel):
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
-        """Return the function of the operation embed; look_up: a function from token ids (T) to embeddings (T, D)."""
+        """Return the function of the operation embed; `look_up` takes token ids (T), and returns embeddings (T, D)."""
         return Inferring(partial(self._embed, look_up))
 
     def _embed(
@@ -187,7 +187,7 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> RouterOutput:
-    """Normalise hidden states; the only expert gets every token with weight 1, or in a layer without experts none."""
+    """Normalise hidden states, and route each token to the only expert with weight 1, or to none if there is none."""
     x_TD = norm(hidden_TD)
     ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
     return RouterOutput(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
@@ -211,7 +211,7 @@ class TorchExpert(PlainKernel):
     takes = "plain weights of experts without biases"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why quantised weights, or experts unlike three matrices with SiLU, are refused; else ""."""
+        """Return why a case is refused: quantised weights, or experts other than three matrices with SiLU; else ""."""
         usual = case.network.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
 

@@ -13,7 +13,7 @@ from .triton_tiles import dot, group_of, normed, rounded, statistics, tile_of, t
 
 @triton.jit
 def norm(hidden_TD, norm_D, x_TD, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """Normalise a token by its root mean square, with LAYER by mean and variance, into x; see `operators.norm`."""
+    """Normalise a token by its root mean square, or with LAYER by mean and variance; see `operators.norm`."""
     row = tl.program_id(0).to(tl.int64) * width
     mean, scale = statistics(hidden_TD + row, width, eps, LAYER, WIDTH)
     d = tl.arange(0, WIDTH)
@@ -46,7 +46,7 @@ def attention_inputs(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Project some tokens to some pairs of entries of one head, rotate pairs of queries and keys, and store q, k or v.
+    """Compute some pairs of entries of one head for some tokens: project, rotate queries and keys, store q, k or v.
 
     Rows i and i + d/2 of the head's matrix make a pair; with INTERLEAVED rows 2i and 2i + 1. See
     `operators.attention_inputs`.
@@ -135,7 +135,8 @@ def cached(
 
     Args:
         blocks: pointer to the numbers of the sequence's blocks, of `block` tokens each.
-        token: positions of the tokens in the sequence. wanted: mask of the tokens to load.
+        token: positions of the tokens in the sequence.
+        wanted: mask of the tokens to load.
         i: indices of the elements of a head to load.
     """
     slot = tl.load(blocks + token // block, wanted, 0) * block + token % block
@@ -277,7 +278,7 @@ def join_parts(
     HEAD_TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Combine the results of `attend` for one head over all parts of a sequence; see `operators.join_parts`."""
+    """Combine the results of `attend` for all parts of a sequence, for one head; see `operators.join_parts`."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, HEAD_TILE)
     first = (sequence * HEADS + head) * most_parts

@@ -121,7 +121,10 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _uploaded(self, memory: Workspace, numbers: Sequence[int]) -> Tensor:
-        """Return numbers as an int64 tensor of `memory` on the accelerator; its address stays while sequences grow."""
+        """Copy numbers to an int64 tensor of `memory` on the accelerator, and return the tensor.
+
+        The tensor's size is rounded up to a power of two, so the tensor seldom moves while sequences grow.
+        """
         table = self._result(memory, "blocks", power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table

@@ -111,7 +111,7 @@ def sort_rows(
     READ: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Find the rows of PAIRS pairs of token and expert in the order by expert; the first program stores `starts_E`.
+    """Find the rows of PAIRS pairs of token and expert after a sort by expert; the first program stores `starts_E`.
 
     A pair's row is the number of pairs of lower experts, plus the number of earlier pairs of the pair's own expert.
     Pairs of earlier programs are counted by a histogram, pairs of this program are compared one by one.
@@ -230,7 +230,7 @@ def down(
 def combine(
     y_nD, rows_Tk, weights_Tk, residual_TD, out_TD, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Add one token's weighted expert outputs, by ascending expert, to the residual, for some columns; rounds once."""
+    """Compute some columns of one token: its weighted expert outputs, by ascending expert, plus the residual."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)

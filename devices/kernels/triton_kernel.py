@@ -24,9 +24,11 @@ DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Matrix(NamedTuple):
-    """A matrix, or a stack with a matrix for each expert, as operators take it: the row blocks, and a table of them.
+    """A matrix, or a stack with a matrix for each expert, in the form that operators take.
 
-    `operators.py` explains the table.
+    Attributes:
+        table: the first rows and the addresses of the row blocks; `operators.py` explains it.
+        blocks: the row blocks.
     """
 
     table: Tensor
@@ -54,8 +56,8 @@ class TritonKernel(Kernel):
     def refusal(self, case: Case) -> str:
         """Return the reason why a case is refused; empty if the kernel takes the case.
 
-        Refused are the CPU, storage formats but plain row blocks, dtypes but bfloat16, float16 and float32, rows that
-        are not multiples of 16 bytes, and rare features of models, such as attention sinks and factors.
+        Refused are the CPU, storage formats other than plain row blocks, dtypes other than bfloat16, float16 and
+        float32, rows that are not multiples of 16 bytes, and rare features of models, such as attention sinks.
         """
         if case.device == "cpu":
             return "it is for GPUs"
@@ -80,15 +82,15 @@ class TritonKernel(Kernel):
         return self._capture(run, self.operation, memory)
 
     def _result(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of this name and shape in the memory for results; dtype None for hidden states' dtype."""
+        """Return the tensor of this name and shape for results; dtype: None for the dtype of hidden states."""
         return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _scratch(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of this name and shape for intermediate results; dtype None for hidden states' dtype."""
+        """Return the tensor of this name and shape for intermediate results; dtype: None for that of hidden states."""
         return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _normed(self, norm_D: Tensor, rows: int, memory: Workspace) -> Callable[[Tensor], Tensor]:
-        """Return the function (hidden_TD) -> x_TD that normalises `rows` tokens; later calls of a norm overwrite x."""
+        """Return a function (hidden_TD) -> x_TD that normalises `rows` tokens; the next norm overwrites x."""
         x_TD = self._scratch(memory, "normed", rows, self._config.hidden)
         settings = self._config.norm_eps, self._layer_norm
 

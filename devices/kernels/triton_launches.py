@@ -377,8 +377,8 @@ def _programs(tile: Tile, rows: int, outputs: int) -> int:
 def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, int, dict[str, Any]]:
     """Choose the tile for a product of all experts' rows; returns it, the number of tiles, and the launch's arguments.
 
-    The host does not know the number of rows of each expert, so the tile holds twice their mean, and the number of
-    tiles is the most that the rows can need.
+    The host does not know the number of rows of each expert, so the tile has room for twice the mean number, and the
+    number of tiles is the largest that the rows can need.
     """
     rows, count = len(inner_nI), len(starts_E) - 1
     tile = tile_for(product, min(rows, -(-2 * rows // count)), inner_nI.dtype)

@@ -34,7 +34,7 @@ from .workspace import SharedMemory, Workspace
 T = TypeVar("T")
 
 GROUPED_BYTES = 1 << 13
-"""Most bytes of one column of the experts' rows in a call, so that their results fit into the plan's workspace."""
+"""Most experts' rows in a call, times the bytes of a number: results then fit into the plan's workspace."""
 
 
 class TritonEmbed(TritonKernel):
@@ -178,7 +178,7 @@ class TritonCombine(TritonKernel):
 
 
 class TritonMoELayer(TritonKernel):
-    """Computes a layer after attention in six launches, without waiting for the router's choices.
+    """Computes all that follows attention in a layer in six launches, without waiting for the router's choices.
 
     With many tokens, the experts run on one part of the tokens after the other, which bounds the memory.
     """
@@ -233,8 +233,9 @@ class TritonMoELayer(TritonKernel):
     ) -> Callable[..., None]:
         """Return the function that runs the experts for up to `tokens` tokens and adds the residual, writing out_TD.
 
-        The function is (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None. gated_nI: receives the activations
-        silu(gate x); None to drop them.
+        The function is (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None.
+
+        gated_nI: receives the activations silu(gate x); None to drop them.
         """
         gates, ups, downs = (
             self._matrix(*(weights[f"experts.{expert}.{part}"] for expert in range(network.experts)))
@@ -260,7 +261,7 @@ class TritonMoELayer(TritonKernel):
 
 
 class TritonObservedLayer(TritonMoELayer):
-    """Computes a layer after attention for few tokens, and also returns the experts' activations silu(gate x)."""
+    """Computes all that follows attention in a layer for few tokens, and returns the activations silu(gate x), too."""
 
     operation = "observed_moe_layer"
 
@@ -342,7 +343,7 @@ def _top_k(case: Case) -> int:
 
 
 def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
-    """Return the arrays of integers of a step, the first (`table`) extended by zeros to a power of two of entries.
+    """Return a step's arrays of integers; zeros are appended to the first, so that its length is a power of two.
 
     So the integers keep their places in a GPU tensor while sequences grow, and a graph that reads them can be replayed.
     """

@@ -63,8 +63,9 @@ fastest tiles of a GPU.
 def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
     """Return the tile for a product with this number of rows: the smallest that holds them, or else the largest tile.
 
-    product: name of the product. Float32 has no tensor cores and twice the bytes, so its tiles have at most 32 rows,
-    and half the inputs.
+    Float32 has no tensor cores and twice the bytes, so its tiles have at most 32 rows, and half the inputs.
+
+    product: name of the product, a key of `TILES`.
     """
     tiles = TILES[product]
     if dtype == torch.float32:

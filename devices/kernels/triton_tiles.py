@@ -16,7 +16,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """True if Triton's interpreter runs the kernels, on the CPU."""
 GROUP = tl.constexpr(16)
-"""Tiles of rows whose programs run one after the other, for the same outputs, so that they share them in the cache."""
+"""Number of tiles of rows whose programs run successively for the same outputs, whose weights stay in the cache."""
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mean of a row and 1 / its standard deviation; with LAYER False 0 and 1 / its root mean square."""
+    """Return a row's mean and 1 / its standard deviation; without LAYER, 0 and 1 / its root mean square."""
     d = tl.arange(0, WIDTH)
     x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     mean = tl.sum(x, 0) / width if LAYER else 0.0
@@ -117,7 +117,10 @@ def rows_in(
     DTYPE: tl.constexpr,
     STEP: tl.constexpr = 1,
 ):
-    """Return pointers to every STEP-th row of a matrix from `first` to `stop`, and a mask of rows in a row block."""
+    """Return pointers to OUTPUTS rows of a matrix, every STEP-th row from `first` on, and a mask of the rows to load.
+
+    The mask is True for rows before `stop` in the row block with index `block`.
+    """
     begin = tl.load(table + 2 * block, block < BLOCKS, stop)
     end = tl.load(table + 2 * block + 2, block + 1 < BLOCKS, stop)
     address = tl.load(table + 2 * block + 1, block < BLOCKS, 0).to(tl.pointer_type(DTYPE), bitcast=True)
@@ -129,7 +132,7 @@ def rows_in(
 
 @triton.jit
 def x_tile(x_TD, t, wanted, d, width):
-    """Load entries with indices d of the rows t of x as (inputs, rows); zeros for rows that are not wanted."""
+    """Load entries d of rows t of x as a tile (inputs, rows); zeros for rows that are not wanted."""
     return tl.load(
         x_TD + t.to(tl.int64)[None, :] * width + d[:, None], wanted[None, :] & (d[:, None] < width), 0.0
     )
@@ -193,8 +196,7 @@ def two_products(
 ):
     """Multiply rows of matrices a and b by the same rows of x, which are read once; returns two tiles (outputs, rows).
 
-    STEP: every STEP-th row of each matrix is taken, from `a_first` and `b_first` on. The other arguments are as for
-    `product`.
+    The arguments are as for `product`, and every STEP-th row of each matrix is taken, from `a_first` and `b_first` on.
     """
     dtype: tl.constexpr = x_TD.dtype.element_ty
     a_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)

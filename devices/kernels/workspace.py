@@ -13,7 +13,7 @@ from moesched.models.footprint import KEPT_ROWS
 from .seam import Bound
 
 MOST_BOUND = 2048
-"""Most bound kernels that a memory keeps; there are that many where weights are streamed, as they are new each step."""
+"""Largest number of bound kernels that a workspace keeps; streamed weights are bound anew in each step."""
 
 
 class Scratch:

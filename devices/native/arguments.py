@@ -1,4 +1,4 @@
-"""The structs of arguments that native calls read in C; each is a class of ctypes."""
+"""Classes of ctypes for the C structs in which native calls get their arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Norm(ctypes.Structure):
 
 
 class Tokens(ctypes.Structure):
-    """The arguments in C of an embedding lookup: tokens, and where to write embeddings and angles (`Tokens`)."""
+    """The arguments in C of an embedding lookup, with rotary angles for the tokens (`Tokens` of embedding.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "turning")),
@@ -32,7 +32,7 @@ class Tokens(ctypes.Structure):
 
 
 class Inputs(ctypes.Structure):
-    """The arguments in C of norm, projection to queries, keys and values, and rotation (`Inputs`)."""
+    """The arguments in C of norm, projection to q, k and v, and rotation (`Inputs` of attention_inputs.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim")),

@@ -19,15 +19,17 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of queries, keys and values that the library takes."""
 
 PROMPT_INSTRUCTIONS = "avx512_bf16"
-"""The instruction set whose kernels attend to prompts."""
+"""The instruction set that has kernels for attention of prompts."""
 HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP = 32, 256, 246
-"""Limits of prompt_attention.c: sizes of heads are multiples up to a most; most query heads that share a key head."""
+"""Limits of prompt_attention.c: the number that a head's size is a multiple of, the largest size of a head, and the
+largest number of query heads that share a key head.
+"""
 
 _LENGTHS, _BLOCKS = Attend.lengths.offset // 8, Attend.blocks.offset // 8
 
 
 class LayerAddresses(NamedTuple):
-    """The addresses of a layer's cached keys and values, (slots, K, d) each, as arguments for C.
+    """The addresses of a layer's cached keys and values, each (slots, KV heads, head size), as arguments for C.
 
     Attributes:
         keys, values: addresses of the first key and of the first value.
@@ -42,7 +44,12 @@ class LayerAddresses(NamedTuple):
 
 
 class SequencesInBlocks(NamedTuple):
-    """The lengths of sequences in tokens, new ones included, and the numbers of their KV cache blocks, in one list."""
+    """The lengths and the KV cache blocks of sequences, as arguments for C.
+
+    Attributes:
+        lengths: number of tokens of each sequence, the new ones included.
+        blocks: the numbers of the blocks of all sequences, one sequence after the other.
+    """
 
     lengths: array[int]
     blocks: array[int]
@@ -66,8 +73,8 @@ class AttentionCall:
 class NativeAttention:
     """Attends by the native library: from one new token of each sequence, or from the new tokens of prompts.
 
-    The bits of a token's result depend on its sequence and the instruction set: not on other sequences, blocks, cuts of
-    prompts into chunks, or the number of threads.
+    The bits of a token's result depend only on its sequence and the instruction set, not on other sequences, the blocks
+    of the cache, the chunks of a prompt, or the number of threads.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:
@@ -84,11 +91,13 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store keys and values of one new token of each sequence, and attend over the sequence's cache: (S, H * d).
+        """Store the key and value of one new token of each of S sequences, and attend over its sequence: (S, H * d).
 
         All tensors are contiguous, on the CPU, and of the cache's dtype, which is one of `DTYPES`.
 
         Args:
+            q_SHd, k_SKd, v_SKd: queries, keys and values of the new tokens.
+            cached: the layer's KV cache.
             sinks_H: the score of each head's attention sink, float32; None without sinks.
             scale: factor on the scores; by default one over the square root of d.
         """
@@ -107,9 +116,12 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> AttentionCall:
-        """Return a call of `attend` that can be repeated: it reads and writes these tensors, which must live as long.
+        """Return a function that calls `attend` on these tensors, for the sequences that it is given each time.
+
+        The tensors must live as long as the function.
 
         Args:
+            q_SHd, k_SKd, v_SKd: queries, keys and values of the new tokens.
             cached: the layer's KV cache.
             out_SX: receives the results (S, H * d).
             sinks_H, scale: as for `attend`.
@@ -154,8 +166,8 @@ class NativeAttention:
             views: for each group of equally long sequences: keys and values, both (S, L, K, d) with the same strides,
                 and the number of new tokens of each sequence.
             window: number of tokens that a query sees, itself included; None for all earlier tokens.
-            sinks_H: the score of each head's attention sink, float32; None without sinks. scale: factor on the scores;
-                None for 1 / sqrt(d).
+            sinks_H: the score of each head's attention sink, float32; None without sinks.
+            scale: factor on the scores; None for 1 / sqrt(d).
         """
         tokens, heads, head_dim = q_THd.shape
         out_TX = q_THd.new_empty(tokens, heads * head_dim)
@@ -189,7 +201,7 @@ class NativeAttention:
 
 
 def refuses_prompts(instruction_set: str, heads: int, kv_heads: int, head_dim: int) -> str:
-    """Return the reason why the library cannot attend to prompts with this instruction set and these heads; else ""."""
+    """Return the reason why `attend_prompts` cannot take this instruction set or these heads; empty if it can."""
     if instruction_set != PROMPT_INSTRUCTIONS:
         return f"it needs {PROMPT_INSTRUCTIONS}; with AMX, torch is faster"
     if head_dim % HEAD_MULTIPLE or head_dim > MOST_HEAD:

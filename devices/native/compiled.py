@@ -17,7 +17,7 @@ from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
 VERSION = 15
-"""The version of the functions' signatures, which the library returns."""
+"""The version of the C functions' signatures; a library that returns another version is not used."""
 
 _CALLS = tuple(
     f"moesched_{name}"
@@ -26,7 +26,7 @@ _CALLS = tuple(
         *("store", "route", "moe_layer", "expert", "logits"),
     )
 )
-"""Names of the functions that take the threads and a pointer to their arguments."""
+"""Names of the functions with two parameters: the team of threads, and a pointer to a struct of arguments."""
 
 _WHERE = Path(__file__).parent
 _REMEDY = "install GCC or Clang, then moesched again"

@@ -22,7 +22,9 @@ PIECE_BYTES = 1 << 20
 
 
 class CopyTeam:
-    """A team of threads that copy bytes for one caller at a time; another caller then copies on its own thread alone.
+    """A team of threads that copy bytes.
+
+    The native library's team works for one caller at a time; while it is busy, other callers copy on their own threads.
 
     Args:
         threads: number of threads, the caller included.
@@ -40,7 +42,7 @@ class CopyTeam:
             self._pool = ThreadPoolExecutor(threads, "copying")
 
     def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy the bytes of each pair's source to its target (pairs are target, source); targets must not overlap."""
+        """Copy the bytes of the source of each pair (target, source) to the target; targets must not overlap."""
         if self._pool is not None:
             list(self._pool.map(_copy, chain(*map(_pieces, pairs))))
             return

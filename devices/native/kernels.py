@@ -24,15 +24,16 @@ Blocks = Sequence[Block]
 class NativeKernels:
     """The kernels of one instruction set, with threads of their own.
 
-    The order of an output's float32 sum depends only on the instruction set: not on the other rows of the call, the row
-    blocks or the number of threads. Outputs are rounded to bfloat16, and so is the input of an expert's matrix down.
+    The order in which an output is summed in float32 depends only on the instruction set, not on the other rows of the
+    call, the row blocks or the number of threads. Outputs are rounded to bfloat16, and so is the input of an expert's
+    matrix down.
 
     Args:
         most_rows: the largest number of rows for which callers use these kernels.
-        instruction_set: by default the best one of this processor.
-        threads: number of threads, the caller included.
-        pin: whether each thread but the caller is pinned to a core of its own. The caller never is: threads that torch
-            later starts from it would stay on the same core.
+        instruction_set: None for the best one of this processor.
+        threads: number of threads, the caller included; None for one for each core that this process may use.
+        pin: True to pin each thread but the caller to a core of its own. The caller is never pinned, as threads that
+            torch later starts from it would stay on the same core.
         free_cores: number of cores on which only the caller may run, where the system allows that.
     """
 
@@ -87,20 +88,20 @@ class NativeKernels:
         return y_nD
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
-        """Return the function (x_nD, y_nD) -> None that runs an expert with these matrices and writes to contiguous y.
+        """Return a function (x_nD, y_nD) -> None that runs an expert with these matrices on x, and writes to y.
 
-        The caller must keep the weights alive while it calls the function.
+        y must be contiguous. The caller must keep the weights alive as long as it uses the function.
         """
         matrices = [matrix_of(blocks) for blocks in (gate, up, down)]
         expert = OneExpert(width=_outputs(gate), weights=ExpertWeights(*map(address, matrices)))
         return self.bound_expert(expert, matrices)
 
     def bound_expert(self, expert: OneExpert, held: object) -> Callable[[Tensor, Tensor], None]:
-        """Return the function (x_nD, y_nD) -> None that runs an expert and writes to contiguous y.
+        """Return a function (x_nD, y_nD) -> None that runs an expert on x, and writes to y, which is contiguous.
 
         Args:
-            expert: the arguments of its native call that do not depend on x.
-            held: what they point to; it lives as long as the function.
+            expert: the arguments of the native call that do not depend on x.
+            held: the objects to which these arguments point; the function keeps them alive.
         """
         return partial(self._run_expert, expert, held)
 
@@ -112,11 +113,15 @@ class NativeKernels:
         self.call(self._library.moesched_expert, call)
 
     def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
-        """Call a function of the library with its threads and a pointer to the arguments; raises its error."""
+        """Call a function of the library with the threads and a pointer to arguments.
+
+        Raises:
+            MemoryError: memory was lacking.
+        """
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """Return a function without arguments that makes this `call` and returns the library's status, for `check`."""
+        """Return a function without arguments that makes the same call, and returns the status that `check` takes."""
         return bound_call(function, self._team, arguments)
 
 
@@ -129,7 +134,7 @@ def _outputs(blocks: Blocks) -> int:
 
 
 def matrix_of(blocks: Blocks) -> array[int]:
-    """Describe a matrix for C (`Matrix`): the number of its format, then the address and the rows of each row block."""
+    """Describe a matrix for C (`Matrix`): its format's number, then address and number of rows of each row block."""
     [stored] = {_format(block) for block in blocks}
     addresses = ((rows_of(block).data_ptr(), len(block)) for block in blocks)
     return array("q", [formats().index(stored), *chain(*addresses)])
@@ -142,8 +147,8 @@ def _format(block: Block) -> str:
 def numbers(count: int) -> array[int]:
     """Make an array of `count` 64-bit zeros, whose address stays the same as long as no item is added.
 
-    An array of ctypes would be slower: weights fill the processor's caches, so the code of ctypes would be read from
-    memory in each layer.
+    An array of ctypes would be slower: weights push the code of ctypes out of the processor's caches, so it would be
+    read from memory again in each layer.
     """
     return array("q", bytes(8 * count))
 

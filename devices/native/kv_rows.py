@@ -21,9 +21,10 @@ def store(
     slots: array[int],
     start: int = 0,
 ) -> None:
-    """Copy keys and values of T tokens, contiguous and on the CPU, to slots of the cached layer, by native code.
+    """Copy keys and values of T tokens, contiguous and on the CPU, to slots of a layer's KV cache, by native code.
 
     Args:
+        cached: the layer's KV cache.
         slots: numbers of slots of the cache.
         start: index in `slots` of the first token's slot; the other tokens' slots follow.
     """

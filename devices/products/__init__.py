@@ -1,1 +1,1 @@
-"""Products by weights in plain, packed or quantised blocks in torch, and the number of cores that these use."""
+"""Products in torch with weights in plain, packed or quantised blocks, and the number of cores that they use."""

@@ -1,14 +1,14 @@
-"""Products with quantised ("coded") matrices: by exact sums on the CPU, by decoded rows on GPUs.
+"""Products with quantised ("coded") matrices: with exact sums on the CPU, with decoded rows on GPUs.
 
 Shapes in names: T rows of x, D inputs in G groups of g, N outputs.
 
-On the CPU, the inputs of a group are rounded to multiples of one unit. The unit is a power of two, 24 bits below the
-largest input; 14 bits if the inputs are bfloat16 numbers, which have 8 bits. Each input is divided into two pieces of
-half as many bits. Codes have at most 8 bits and groups at most 32 weights, so a sum of codes times pieces has at most
-24 bits: float32 holds it exactly, in any order of the terms. The sums of both pieces are added and multiplied by the
-scale, and groups are added one after the other. So the bits of an output depend on its row of weights and its inputs
-alone, not on the number of rows or cores, on row blocks, or on the library that multiplies. The native kernels give the
-same bits.
+On the CPU, the inputs of a group are rounded to multiples of one unit, a power of two, such that the largest input has
+24 bits; 14 bits if the inputs are bfloat16 numbers, which have 8 significant bits. Each input is divided into two
+pieces of half as many bits. Codes have at most 8 bits and groups at most 32 weights, so a sum of codes times pieces has
+at most 24 bits: float32 holds it exactly, in any order of the terms. The sums of both pieces are added and multiplied
+by the scale, and groups are added one after the other. So the bits of an output depend only on its row of weights and
+its inputs, not on the number of rows or cores, on row blocks, or on the library that multiplies. The native kernels
+give the same bits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from .team import one_core
 Tensor = torch.Tensor
 
 BITS = {torch.bfloat16: 14}
-"""Bits of an input in units, by dtype of the inputs; two pieces of 7 bits fit into signed bytes."""
+"""Bits of the largest input of a group, as a multiple of the unit, by dtype; pieces of 7 bits fit into signed bytes."""
 MOST_BITS = 24
-"""Bits of an input in units, for other dtypes; float32 holds integers of 24 bits exactly."""
+"""The same for other dtypes; float32 holds integers of 24 bits exactly."""
 LEAST_EXPONENT = -100
-"""Least exponent by which a group's unit is chosen, so that the unit is a normal number."""
+"""Lower limit of the exponent from which a group's unit is computed, so that the unit is a normal number."""
 
 
 class Pieces:
     """Inputs of a product, each cut into two pieces whose sum is the input rounded to its group's unit.
+
+    Args:
+        x_TD: the inputs.
+        group: number of inputs in a group.
 
     Attributes:
         pieces_GRg: the upper pieces of all T rows, then their lower pieces: (G groups, R = 2 T, g inputs), float32.
@@ -61,7 +65,7 @@ class Pieces:
 
 
 def coded_linear(x_TD: Tensor, block: CodedRows) -> Tensor:
-    """Multiply rows by quantised weights W with exact sums, rounded once to the dtype of x: x @ W.T, (T, N)."""
+    """Compute x @ W.T, (T, N), with quantised weights W and exact sums, rounded once to the dtype of x."""
     y_TN = x_TD.new_empty(len(x_TD), len(block))
     group = block.format.group
     with one_core():
@@ -74,7 +78,7 @@ def coded_linear(x_TD: Tensor, block: CodedRows) -> Tensor:
 
 
 def unpacked_linear(x_TD: Tensor, block: CodedRows) -> Tensor:
-    """Multiply rows by quantised weights W, some rows of W at a time decoded to the dtype of x: x @ W.T, (T, N)."""
+    """Compute x @ W.T, (T, N), with quantised weights W; some rows of W at a time are decoded to the dtype of x."""
     rows = max(1, UNPACKED_TILE // x_TD.shape[1])
     parts = [plain_linear(x_TD, tile.plain(x_TD.dtype)) for tile in block.split(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

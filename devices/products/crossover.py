@@ -33,26 +33,29 @@ from .team import use_cores
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 LEAST, MOST_WEIGHTS = 512, 1 << 24
-"""Fewest rows and columns, and most weights, of a measured matrix; others take as long for each weight."""
+"""Least number of rows and of columns, and largest number of weights, of a measured matrix.
+
+Matrices beyond these limits take as long for each weight.
+"""
 COLD_BYTES = 96 << 20
 """Bytes of all matrices together, so that no cache still holds one when it is used again."""
 TURNS = 7
-"""Times that each of the two products is measured."""
+"""Number of times that each of the two products is measured."""
 MANY_ROWS, MANY_ROWS_TURNS = 256, 3
-"""Number of rows from which on the products are measured fewer times, as they take longer, and these times."""
+"""Number of rows from which on products are measured fewer times, as they take longer; and that number of times."""
 LOST = 2
-"""Ratio of the kernel's time to torch's after which, seen twice, larger numbers of rows are not tried."""
+"""Ratio of the kernel's time to torch's: if two successive numbers of rows exceed it, larger ones are not tried."""
 ANY_ROWS = 1 << 40
 """A number larger than any number of rows."""
 TIE_WITH_PACKED, TIE_WITH_PLAIN = 1.15, 1.3
-"""Ratio of the kernel's time to torch's up to which the kernel is used, with packed and with plain weights.
+"""Largest ratio of the kernel's time to torch's with which the kernel is used, for packed and for plain weights.
 
-It is above 1 because whole tasks are one call of the kernel, and all cores read each matrix. Where torch was equally
-fast on one core, its decode steps of 1 to 128 requests took 1.2 to 1.9 times as long by packed weights, and one of 64
-requests 1.4 times by plain ones.
+The ratios are above 1, since products are timed on one core, and the native kernels gain more in a decode step: a whole
+task is one call, and all cores read each matrix. Where both were equally fast on one core, torch's decode steps took
+longer: 1.2 to 1.9 times as long for 1 to 128 requests with packed weights, 1.4 times for 64 requests with plain ones.
 """
 MOST_BYTES = 1_000_000
-"""Largest number of bytes of the file of results."""
+"""Largest size in bytes of the file with the results."""
 
 Rows = Annotated[int, Meta(ge=0, le=ROWS[-1])]
 
@@ -103,10 +106,10 @@ def forget() -> None:
 
 
 def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """Measure which of ROWS is the best limit for `most_rows`: native kernels up to it save the most time; 0: none.
+    """Measure up to which number in ROWS native kernels save the most time, the limit for `most_rows`; 0 for none.
 
-    Kernel and torch take turns on one core, the thread's processor time is measured, and the fastest turn of each
-    counts: other processes hardly disturb such a measurement, while several threads would wait for each other.
+    Kernel and torch take turns on one core. The thread's processor time is measured, and the fastest turn of each
+    counts. Other processes hardly disturb such a measurement, while threads on several cores would wait for each other.
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
@@ -151,7 +154,7 @@ def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tup
     """Yield each number of rows with two products to time, the native one and torch's.
 
     Args:
-        shape: of the matrix.
+        shape: shape of the matrices.
         packed: True if torch multiplies by packed weights.
     """
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
@@ -164,7 +167,7 @@ def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tup
 
 
 def _matrix(shape: Shape) -> Tensor:
-    """Make a bfloat16 matrix of a shape in huge pages, as a model's weights are."""
+    """Make a bfloat16 matrix of this shape in huge pages, where a model's weights are, too."""
     return aligned_bytes(2 * shape.outputs * shape.inputs).view(torch.bfloat16).view(shape).fill_(0.01)
 
 

@@ -1,8 +1,8 @@
 """Products with weights in blocks, and experts computed by such products, on any torch device.
 
-A weight matrix (N, D) arrives as row blocks, top to bottom: a page may hold only a part of its rows. A model whose
-files hold the transpose has column blocks, left to right, instead. A block is (N, D), its columns contiguous where it
-is a transpose, or packed (see `packed_weights.py`).
+A weight matrix W (N outputs, D inputs) comes as row blocks (some of N, D), top to bottom, as a page may hold only some
+of its rows. If the files hold the transpose of W, it comes as column blocks (N, some of D) instead, left to right,
+whose columns are contiguous. A block may be packed (see `packed_weights.py`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _linear(x_TD: Tensor, block_ND: Tensor) -> Tensor:
 
 
 def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """Multiply rows by W in column blocks (N, some of D); the blocks' products are summed in float32, rounded once."""
+    """Multiply rows by W in column blocks (N, some of D); the products are added in float32 and rounded once."""
     total_TN = x_TD.new_zeros(len(x_TD), blocks[0].shape[0], dtype=torch.float32)
     start = 0
     for block in blocks:

@@ -17,19 +17,19 @@ from .plain_weights import plain_linear
 from .row_tiles import in_tiles
 
 TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
-"""Outputs and inputs of the matrices whose bits are compared; in the last one, cores may share the sum of an output."""
+"""Outputs and inputs of the matrices whose products are compared; with the last, cores may share an output's sum."""
 
 
 @cache
 def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
-    """Test if packing bfloat16 weights pays: the processor multiplies bfloat16, and packing changes no bits of results.
+    """Test if bfloat16 weights should be packed: the processor multiplies bfloat16, and packing changes no bits.
 
-    Bits must not change because one policy may keep weights packed that another one streams, and results must not
-    depend on the schedule. Packed whole matrices are compared with plain row blocks.
+    One policy may keep weights packed that another policy streams unpacked, and results must not depend on the
+    schedule. Packed whole matrices are compared with plain row blocks.
 
     Args:
         transposed: True to compare matrices that are stored transposed, too.
-        cores: the largest number of cores that a product runs on; bits are compared on one core and on all of them.
+        cores: the largest number of cores that a product runs on; bits are compared on one core and on that number.
     """
     if not has_bfloat16():
         return False
@@ -96,7 +96,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
     """Yield functions that multiply by random matrices (outputs, inputs) in plain, transposed and packed layout.
 
-    Transposed ones come only if `transposed`, packed ones only if `packing_pays` for `cores` cores.
+    The transposed layout is included only if `transposed` is True, the packed one only if `packing_pays` is.
     """
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)
@@ -133,7 +133,7 @@ def pack(weight_ND: torch.Tensor) -> torch.Tensor:
 
 
 def packed_bytes(packed: torch.Tensor) -> int:
-    """Return the bytes of a packed matrix: a little more than the bytes of the plain matrix where its sizes are odd."""
+    """Return the bytes of a packed matrix, which for some shapes are a little more than those of the plain matrix."""
     return int(torch.ops.mkldnn._nbytes(packed))
 
 

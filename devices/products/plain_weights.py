@@ -2,7 +2,7 @@
 
 Without bfloat16 instructions, torch's bfloat16 product was measured to take three times as long as a float32 product
 for 16 rows, five times for 64, and 40 times for a transposed matrix. For one row bfloat16 is faster; for two rows it
-may be, too, but with AVX512 its bits depend on the number of cores.
+may be faster, too, but with AVX512 the bits then depend on the number of cores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _in_float32(
 ) -> torch.Tensor:
     """Compute x @ W.T in float32, piece by piece, rounded once; on one core, as bits may depend on the number of cores.
 
-    multiply: function that writes a product to its first argument, which holds zeros, given x in float32 and W.
+    multiply: function (y, x, W) that writes x @ W.T to y, which holds zeros before; x and y are float32.
     """
     y_TN = torch.zeros(len(x_TD), len(weight_ND))
     with one_core():

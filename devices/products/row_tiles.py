@@ -1,9 +1,9 @@
 """Products on whole tiles of rows, padded with zeros, so that oneDNN meets few shapes of products.
 
-oneDNN generates code for each new number of rows: with bfloat16 instructions that was measured to take two to three
-milliseconds and half a megabyte each, and prompts have hundreds of lengths. So rows are filled up to whole tiles, and
-more than 256 of them to one of eight numbers between two powers of two: 3 % more rows on average. In whole tiles, a
-matrix and its row blocks, packed or not, also gave the same bits in tests, which they do not in partial tiles.
+oneDNN generates code for each new number of rows. With bfloat16 instructions, that was measured to take two to three
+milliseconds and half a megabyte each time, and prompts have hundreds of lengths. So rows are padded to whole tiles, and
+more than 256 rows to one of eight numbers between two powers of two, which adds 3 % to the rows on average. In tests
+with whole tiles, a matrix and its row blocks, packed or not, also gave the same bits; with partial tiles they do not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from .bfloat16_support import has_bfloat16
 
 TILE = 16
-"""Rows of an AMX tile. Fewer rows are not filled up, since they have few shapes."""
+"""Rows of an AMX tile. Fewer rows are not padded, since they have few shapes."""
 CODE_BYTES = 56_000_000
 """Measured bytes of oneDNN's code for the shapes of a run, on processors with bfloat16 instructions."""
 

@@ -124,7 +124,7 @@ class _Helper:
 
 
 def _work_off(pending: deque[Job]) -> BaseException | None:
-    """Run pending jobs until none is left; after an error the rest are dropped, and the error is returned, or None."""
+    """Run pending jobs until none is left; after an error, drops the other jobs and returns the error, else None."""
     while True:
         try:
             job = pending.popleft()

@@ -1,1 +1,1 @@
-"""Parts that several devices use: reading pages from files, quantised weights, exchanges of nodes, token checks."""
+"""Code that several devices share: reads of pages, quantised weights, exchanges between nodes, checks of token ids."""

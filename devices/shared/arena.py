@@ -12,7 +12,7 @@ from moesched.models.host_buffers import CACHE_LINE
 from moesched.system.memory_advice import HUGE_PAGE
 from moesched.system.memory_ahead import new_memory
 
-ALIGNMENT = 4096  # of the address, file offset and length of direct reads
+ALIGNMENT = 4096  # the address, file offset and length of a direct read are multiples of it
 
 
 def round_up(nbytes: int) -> int:
@@ -26,9 +26,13 @@ def round_down(nbytes: int) -> int:
 
 
 class Arena:
-    """One allocation that is cut into `slots` slots of `slot_bytes` bytes each, rounded up to multiples of 4096.
+    """One allocation that is cut into slots of equal size.
 
-    allocate: function from a number of bytes to a uint8 tensor at a multiple of 4096; None: ordinary host memory.
+    Args:
+        slots: number of slots.
+        slot_bytes: bytes of a slot, which are rounded up to a multiple of 4096.
+        allocate: function that takes a number of bytes, and returns a uint8 tensor whose address is a multiple of 4096;
+            None for ordinary host memory.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Arena:
 
     @staticmethod
     def nbytes_for(slots: int, slot_bytes: int) -> int:
-        """Return the bytes that an arena with this number of slots of `slot_bytes` bytes each takes."""
+        """Return the bytes of an arena of `slots` slots, each of `slot_bytes` rounded up to a multiple of 4096."""
         return slots * round_up(slot_bytes)
 
     def __len__(self) -> int:
@@ -59,21 +63,21 @@ class Arena:
         return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def view(self, index: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of a shape and dtype over the bytes of slot `index` from byte `offset` on, without a copy."""
+        """View the bytes of slot `index`, from byte `offset` on, as a tensor of this shape and dtype."""
         return typed_view(self.slot(index), offset, shape, dtype)
 
 
 def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a shape and dtype over the bytes of `slot` from byte `offset` on, without a copy."""
+    """View the bytes of `slot`, from byte `offset` on, as a tensor of this shape and dtype."""
     return slot[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
 
 
 def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device with its strides; on the CPU also with its offset within a cache line.
+    """Copy a tensor to a device with the same strides and, on the CPU, at the same offset within a cache line.
 
-    The last bits of a float32 product depend on that offset, and must be the same for resident and streamed weights. A
-    large copy is in huge pages, which products read a tenth to a quarter faster. On other devices the copy starts at a
-    multiple of a cache line, as all weights do there.
+    The last bits of a float32 product depend on that offset; they must be the same for resident and streamed weights. A
+    large copy is placed in huge pages, from which products read a tenth to a quarter faster. On other devices the copy
+    starts at a multiple of a cache line, as all weights do there.
     """
     if device.type != "cpu":
         memory = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
@@ -88,10 +92,11 @@ def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def aligned_bytes(nbytes: int) -> torch.Tensor:
-    """Allocate a zeroed uint8 tensor of `nbytes` bytes at a multiple of 4096, in huge pages where there are any.
+    """Allocate a zeroed uint8 tensor of `nbytes` bytes, its address a multiple of 4096, in huge pages if there are any.
 
-    A direct read pins each page of memory that it writes to and passes it to the disk: in huge pages it was measured at
-    3.9 GB/s and 2 % of a core, in small ones at 3.0 GB/s and 10 %. Shared memory gets no huge pages.
+    A direct read pins each page of memory that it fills, and passes that page to the disk. Direct reads into huge pages
+    were measured at 3.9 GB/s with 2 % of a core, into small pages at 3.0 GB/s with 10 %. Shared memory gets no huge
+    pages.
     """
     tensor = torch.frombuffer(new_memory(nbytes), dtype=torch.uint8)[:nbytes]
     # Writing to each page takes the memory now: the first touch during a read would be measured as the read.

@@ -1,4 +1,4 @@
-"""The search for the first tensor of a checkpoint with a weight that is not finite."""
+"""The search of a checkpoint for the first tensor that contains an infinity or NaN."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .page_reader import PageReader
 
 
 def describe_first_bad_weight(reader: PageReader, layout: WeightLayout) -> str:
-    """Read all weights of a checkpoint; returns an error's text with the first tensor that has a number not finite.
+    """Find a checkpoint's first tensor with an infinity or NaN; returns its description for an error's text.
 
-    The search needs memory for one page, or for one tensor outside the layers.
+    If all weights are finite, the description says that an activation is not. The search needs memory for one page, or
+    for one tensor outside the layers.
     """
     return first_bad(_weights(reader, layout)) or "none of the weights, so an activation"
 

@@ -16,10 +16,14 @@ Tensor = torch.Tensor
 
 
 class Groups(NamedTuple):
-    """The groups of N quantised rows, G groups of g weights in each: float32; a weight is code * scale + minimum.
+    """The codes, scales and minimums of N quantised rows, float32; a weight is code * scale + minimum.
+
+    Each row has G groups of g weights; a group has one scale and one minimum.
 
     Attributes:
-        minimums_NG: the number that is added to each weight of a group; None in a format without minimums.
+        codes_NGg: the code of each weight.
+        scales_NG: the scale of each group.
+        minimums_NG: the minimum of each group; None in a format without minimums.
     """
 
     codes_NGg: Tensor
@@ -31,8 +35,8 @@ class CodedRows:
     """Rows of a matrix in a quantised format, as they are stored.
 
     Args:
-        raw_NB: the bytes of the rows, uint8.
-        stored: the format.
+        raw_NB: B bytes for each of N rows, uint8.
+        stored: the storage format of the rows.
     """
 
     __slots__ = ("format", "raw_NB")
@@ -54,7 +58,7 @@ class CodedRows:
         return CodedRows(self.raw_NB.to(device, copy=True), self.format)
 
     def to(self, device: torch.device) -> CodedRows:
-        """Return the rows on a device, copied only if they are on another one."""
+        """Return the rows on a device; they are copied only if they are not on that device already."""
         return CodedRows(self.raw_NB.to(device), self.format)
 
     def chunk(self, count: int) -> Sequence[CodedRows]:
@@ -90,7 +94,7 @@ class CodedRows:
         return Groups(codes_NGg, (scales_NB1 * of_scales_NBf).flatten(1), minimums_NBf.flatten(1))
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """Decode the weights (N, D), rounded to a dtype."""
+        """Decode the rows into weights (N, D), rounded to a dtype."""
         codes_NGg, scales_NG, minimums_NG = self.groups()
         weights_NGg = codes_NGg * scales_NG[..., None]
         if minimums_NG is not None:
@@ -99,7 +103,7 @@ class CodedRows:
 
 
 Block = Tensor | CodedRows
-"""Rows of a matrix, plain or coded."""
+"""Some rows of a matrix: a tensor of numbers, or `CodedRows` if they are quantised."""
 
 
 def rows_of(block: Block) -> Tensor:
@@ -113,7 +117,7 @@ def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
 
 
 def require_plain(config: ModelConfig, device: str) -> None:
-    """Raise BadInput for a model with quantised weights, as the device of this name has no kernel for them."""
+    """Raise BadInput if a model has quantised weights, for which the device of this name has no kernels."""
     if formats := config.coded_formats:
         raise BadInput(
             f"{config.name}: device {device} has no kernel for weights in {', '.join(formats)}: use --device torch"
@@ -121,7 +125,12 @@ def require_plain(config: ModelConfig, device: str) -> None:
 
 
 def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
-    """Return the codes in each of B blocks of N rows, float32: (N, B, count); `codes` says how they are packed."""
+    """Unpack the codes of N rows of B blocks each: (N, B, count), float32.
+
+    Args:
+        codes: the packing of the codes in a block.
+        count: number of codes in a block.
+    """
     stored_NBc = _pieces(blocks_NBb, codes.low, count)
     if codes.low.bits == 8:
         return stored_NBc.view(torch.int8).float()
@@ -140,7 +149,12 @@ def _on(device: torch.device, values: tuple[int, ...]) -> Tensor:
 
 
 def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
-    """Unpack the bit field `packed` of the `count` codes of each block of N rows: (N, B, count), uint8."""
+    """Unpack the lower or the upper bits of all codes of N rows of B blocks each: (N, B, count), uint8.
+
+    Args:
+        packed: the bits of each code to unpack, and their place in a block.
+        count: number of codes in a block.
+    """
     raw_NBb = _bytes_at(blocks_NBb, packed.offset, count * packed.bits // 8)
     if packed.bits == 8:
         return raw_NBb
@@ -151,11 +165,11 @@ def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
 
 
 def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 6-bit numbers from 12 raw bytes: factors of eight groups' scales, and of their minimums, (N, B, 8) each.
+    """Unpack 6-bit factors of a block's eight groups from 12 bytes: those of scales, those of minimums; (N, B, 8) each.
 
-    The first four groups' numbers are the lower six bits of a byte: scales in bytes 0 to 3, minimums in bytes 4 to 7.
-    Of the other four groups, bytes 8 to 11 have the lower four bits of a scale and, above them, of a minimum; the upper
-    two bits of scales and minimums are the upper two bits of bytes 0 to 7.
+    Groups 0 to 3: the factors are the lower six bits of a byte, for scales of bytes 0 to 3, for minimums of bytes 4 to
+    7. Groups 4 to 7: the lower four bits of the factors are half of a byte from 8 to 11, for scales the lower half, for
+    minimums the upper half; the upper two bits are those of bytes 0 to 3 for scales, of bytes 4 to 7 for minimums.
     """
     scales, minimums, lower = raw_NBb.split(4, dim=-1)
     others = (lower & 15 | scales >> 6 << 4, lower >> 4 | minimums >> 6 << 4)
@@ -166,7 +180,10 @@ def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(blocks_NBb: Tensor, offset: int, stored: StoredFormat) -> Tensor:
-    """Read the number at a byte offset of each block, float32: (N, B, 1); NaN for exponent 255 in the format E8M0."""
+    """Read the scale or minimum at a byte offset of each of B blocks: (N, B, 1), float32.
+
+    It is stored as float16 or, in the format E8M0, as an exponent of 2, where 255 stands for NaN.
+    """
     if stored.scale_encoding == "exponent":
         exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int()
         numbers_NB1 = torch.ldexp(torch.ones_like(exponents_NB1, dtype=torch.float32), exponents_NB1 - 128)

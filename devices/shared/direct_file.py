@@ -19,7 +19,7 @@ MOST_AT_ONCE = 1 << 30
 """Largest number of bytes of one read; macOS refuses reads of 2 GiB and more."""
 
 MOST_BYTES = 1 << 20
-"""Largest number of bytes of the parts into which a read is cut for several threads."""
+"""Largest number of bytes of a part, where a read is cut into parts for several threads."""
 
 _F_NOCACHE: int | None = getattr(fcntl, "F_NOCACHE", None)
 
@@ -39,10 +39,10 @@ class Ways(NamedTuple):
     """The system's functions and flags for reading files.
 
     Attributes:
-        preadv: reads into buffers from an offset on, as `os.preadv`.
+        preadv: function that reads from a file into buffers, with the arguments of `os.preadv`.
         direct: the flag that opens a file for reads past the page cache; None on macOS.
-        no_cache: makes reads by a descriptor leave nothing in the page cache; None on Linux.
-        drop: drops a range of a descriptor's file from the page cache; None on macOS.
+        no_cache: function that keeps what is read by a file descriptor out of the page cache; None on Linux.
+        drop: function (descriptor, offset, nbytes) that drops a range of a file from the page cache; None on macOS.
     """
 
     preadv: Callable[..., int] = os.preadv
@@ -52,7 +52,7 @@ class Ways(NamedTuple):
 
 
 HERE = Ways()
-"""The ways of this system."""
+"""The functions and flags of this system."""
 
 
 class DirectFile:
@@ -63,9 +63,9 @@ class DirectFile:
         ways: the system's functions for reading files.
 
     Attributes:
-        caching: the effect of reads on the page cache: "bypassed" (O_DIRECT, or F_NOCACHE on macOS); "dropped", if the
-            system refuses to bypass it, and the bytes that a read left in the page cache are dropped afterwards; or
-            "kept".
+        caching: the effect of reads on the page cache. "bypassed": reads go past it, by O_DIRECT or, on macOS,
+            F_NOCACHE. "dropped": the system refuses such reads, so the bytes of each read are dropped from the page
+            cache afterwards. "kept": the bytes stay there.
 
     Raises:
         BadInput: the file cannot be opened.
@@ -86,10 +86,13 @@ class DirectFile:
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         """Fill `into` with the file's bytes from `offset` on; returns the number of bytes read.
 
-        The result is at least `needed`, and less than the length of `into` only where the file ends. The offset, the
-        length and the address of `into` are multiples of 4096. Other Python threads run meanwhile.
+        Other Python threads run meanwhile.
 
-        cached: True to take from the page cache the bytes that it has, which is several times as fast as a disk.
+        Args:
+            into: memory to fill; its address and length are multiples of 4096.
+            offset: a multiple of 4096.
+            needed: number of bytes that must be read; the others may be missing where the file ends.
+            cached: True to take from the page cache the bytes that it has, which is several times as fast as a disk.
 
         Raises:
             MoeschedError: the disk failed, or the file ends early.
@@ -109,7 +112,7 @@ class DirectFile:
         return done
 
     def _read_cached(self, into: memoryview, offset: int) -> int:
-        """Fill `into` from `offset` on, up to the first block not in the page cache; returns the number of bytes."""
+        """Fill `into` from the page cache, up to the first block that is not there; returns the number of bytes."""
         done = 0
         if self._buffered < 0:
             return done
@@ -184,7 +187,7 @@ def _open(path: Path, direct: bool, ways: Ways) -> tuple[int, Caching]:
 
 
 def _open_direct(path: Path, flag: int) -> int | None:
-    """Open a file with `flag` for direct reads of 4096-byte blocks; returns the descriptor, or None if refused."""
+    """Open a file with `flag` for direct reads of 4096-byte blocks; returns its descriptor; None if refused."""
     try:
         descriptor = os.open(path, os.O_RDONLY | flag)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The reading of MXFP4 rows from files that keep codes and scales apart, as safetensors of gpt-oss do.
+"""Reads of MXFP4 rows from files that store codes and scales apart, as the safetensors files of gpt-oss do.
 
-Kernels read a group of 32 weights as one scale byte and 16 bytes of codes, with the first 16 codes in the lower halves
-of the bytes and the other 16 in the upper halves. The files have neighbouring codes in one byte.
+Kernels read a group of 32 weights as one scale byte and 16 bytes of codes: the lower halves of these bytes are the
+first 16 codes, the upper halves the other 16. In the files, neighbouring codes share a byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .arena import aligned_bytes, round_down, round_up
 
 Bytes = npt.NDArray[np.uint8]
 Join = Callable[[Bytes, Bytes, Bytes], None]
-"""A function that writes groups (G, 17) to its third argument, given their codes and their scales (G)."""
+"""A function (codes, scales, joined) that writes G groups in the form that kernels read to `joined`, (G, 17)."""
 READ_BYTES = 4 << 20
 """Bytes of codes that are read at once."""
 
@@ -35,11 +35,14 @@ def read_joined(
     *,
     cached: bool,
 ) -> int:
-    """Read a range of rows of a tensor into `out` (uint8, 1-D), codes joined with scales; returns the bytes read.
+    """Read some rows of a tensor, and write their codes joined with their scales to `out`; returns the bytes read.
 
     Args:
         files: the open files, by path.
+        stored: the tensor; its place in the files is that of the codes.
+        scales: the place of the scales.
         rows: first row, and the row after the last.
+        out: uint8, 1-D.
         join: function that joins codes and scales.
         cached: True to take from the page cache the bytes that it has.
     """
@@ -58,7 +61,7 @@ def read_joined(
 
 
 def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, int]:
-    """Read `nbytes` bytes of a file at `offset`, in whole blocks; returns them, and the number of bytes read.
+    """Read `nbytes` bytes of a file from `offset` on; returns them, and the number of bytes read in whole blocks.
 
     cached: True to take from the page cache the bytes that it has.
     """

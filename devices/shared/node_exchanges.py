@@ -1,4 +1,4 @@
-"""The verbs (kinds of tasks) of nodes that share a model's experts: they exchange numpy arrays over a transport."""
+"""The verbs (kinds of tasks) by which nodes that share a model's experts exchange numpy arrays over a transport."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 FIRST = 0
-"""The node that attends and samples in a centralised plan."""
+"""Index of the node that attends and samples in a centralised plan."""
 
 
 def exchange_of(task: Collective) -> Exchange:
-    """Describe a collective task as an `Exchange`, as transports take it."""
+    """Describe a collective task as an `Exchange`, the form that transports take."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
 
 
 @contextmanager
 def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[None]:
-    """Return a context for computing this rank's part of an exchange; an error there is told to the other ranks."""
+    """Return a context in which this rank computes its part of an exchange.
+
+    An error in the context is reported to the other ranks if the transport can do that.
+    """
     try:
         yield
     except Exception as error:
@@ -53,10 +56,10 @@ class NodeKernels(Protocol):
         """Add the residual to `total_TD`, the sum over all nodes, and round once; the result is the hidden states."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns each chosen expert's number of rows, and an array for `take_rows` of other nodes."""
+        """Run the router; returns each chosen expert's number of rows, and its result as an array for other nodes."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Keep the first node's result of `route`, given as an array; returns each chosen expert's number of rows."""
+        """Take over the router's result that the first node sent; returns each chosen expert's number of rows."""
 
 
 class NodeVerbs:

@@ -38,14 +38,14 @@ class FileRead(NamedTuple):
 class PageLocation(NamedTuple):
     """The blocks of the files that contain a page, and the places of the page's tensors in a slot.
 
-    A tensor starts anywhere in its file, but a disk is read in blocks of 4096 bytes. So the blocks that cover a page
-    are read into the slot, with the tensors at their offsets within these blocks. A page must be converted if one of
-    its tensors is stored in another format, or at an offset where no view of its dtype can start; the page's tensors
-    are then written to the offsets of the layout.
+    A tensor may start at any byte of its file, but a disk is read in blocks of 4096 bytes. So the blocks that cover a
+    page are read into the slot, where tensors keep their offsets within the blocks. A page must be converted if the
+    files do not hold one of its tensors in the form that kernels read, or hold it at an offset where no view of its
+    dtype can start. The tensors of such a page are written to their offsets in the weight layout.
 
     Attributes:
-        placements: the place in the slot of each of the page's parts of tensors, in the page's order.
-        runs: the reads that fill the slot; none if the page is converted.
+        placements: the place in the slot of each part of a tensor in the page, in the page's order.
+        runs: the reads that fill the slot; empty if the page is converted.
         nbytes: number of bytes of the slot that are filled.
         bytes_to_read: number of bytes to read from the files for the page, in whole blocks.
     """
@@ -57,7 +57,7 @@ class PageLocation(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A copy of a range of a page's bytes: from byte `source` of the slot to byte `target` of the weight layout."""
+    """A copy of a range of a page's bytes, from byte `source` of the slot to byte `target` in the weight layout."""
 
     source: int
     target: int
@@ -103,7 +103,7 @@ def locate(
 
 
 def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return start and end, in bytes of the file, of a range of rows: whole rows, even if only some columns are needed.
+    """Return start and end, as offsets in the file, of a range of rows: whole, even if only some columns are needed.
 
     rows: first row, and the row after the last.
     """
@@ -112,7 +112,10 @@ def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
 
 
 def scales_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return start and end, in bytes of the file, of some rows' scales; an empty range if scales are with the codes."""
+    """Return start and end, as offsets in the file, of the scales of a range of rows.
+
+    The range is empty if the file does not store scales apart from codes.
+    """
     if stored.scales is None:
         return 0, 0
     groups = stored.shape[1] // stored.format.group
@@ -130,7 +133,9 @@ def _runs(
 ) -> tuple[tuple[FileRead, ...], list[int]]:
     """Return the reads that cover spans (path, start, end) of files, and the offset of each span in the slot.
 
-    Reads of neighbouring spans are merged. files: the open files, by path.
+    Reads of neighbouring spans are merged.
+
+    files: the open files, by path.
     """
     runs: list[FileRead] = []
     offsets = [0] * len(spans)

@@ -27,8 +27,8 @@ from .direct_file import AbsentFile, DirectFile, parts_of
 from .mxfp4_rows import Join, join_by_arrays, read_joined
 from .page_location import PageLocation, byte_range, locate, pieces_of
 
-CHUNK_BYTES = 4 << 20  # of a converted read; a read straight into a slot is one call, the larger the faster
-PIECE_ITEMS = 1 << 15  # up to this many torch copies on the calling thread
+CHUNK_BYTES = 4 << 20  # that are read at once for a conversion
+PIECE_ITEMS = 1 << 15  # largest number of items that torch copies on the calling thread
 _BUFFER_BYTES = CHUNK_BYTES + 2 * ALIGNMENT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,27 +37,26 @@ _log = Log(__name__)
 
 
 class PagePart(NamedTuple):
-    """Consecutive bytes of a page in memory (uint8); `at` is their offset in bytes in a slot."""
+    """A range of a page's bytes in memory, uint8; `at` is the range's offset in a slot, in bytes."""
 
     at: int
     memory: torch.Tensor
 
 
 class PageReader:
-    """Reads pages of weights into slots: past the page cache where the system allows that and `direct` is set.
-
-    Several threads may read at once, each into its own slot.
+    """Reads pages of weights into slots; several threads may read at once, each into its own slot.
 
     Args:
+        direct: True to read past the page cache where the system allows that.
         join: function that joins MXFP4 codes and scales that are apart in the files.
 
     Attributes:
-        dtype: the layout's dtype, in which plain tensors are read, except tensors that stay in float32.
+        dtype: the layout's dtype, which plain tensors have after a read, except those that keep another one.
         slot_bytes: bytes that the largest page takes in a slot.
-        converts: True if some pages must be converted, as their bytes in the files are not what kernels read.
+        converts: True if some pages must be converted, as the files do not hold them in the form that kernels read.
         buffer_bytes: bytes of each reading thread's buffer for conversions.
         bytes_read: number of bytes read from the files so far, in whole blocks.
-        ahead: memory that was allocated early, used first for resident weights.
+        ahead: blocks of memory that were allocated ahead of time, for resident weights.
 
     Raises:
         BadInput: a file cannot be opened.
@@ -125,8 +124,8 @@ class PageReader:
     def pieces(self, page: Page, parts: Sequence[PagePart]) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield the bytes of a page in pieces, each with its offset in bytes in the weight layout, ascending.
 
-        Offsets in the layout are multiples of a cache line, while weights in files may start anywhere: products on GPUs
-        are slower with weights that do not start at a multiple of 16 bytes.
+        These offsets are multiples of a cache line, while weights may start anywhere in a file and in a slot. GPUs
+        multiply more slowly by weights that do not start at a multiple of 16 bytes.
 
         parts: the page's bytes as `read` leaves them in a slot.
         """
@@ -139,8 +138,8 @@ class PageReader:
     def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
         """Return a page's tensors as views of a slot's bytes, by canonical name, each as row blocks, top to bottom.
 
-        A block is a tensor, or `CodedRows` in a quantised format. The blocks of a matrix that the files hold
-        transposed are (outputs, some of the inputs), left to right.
+        A block is a tensor, or `CodedRows` in a quantised format. A matrix that the files hold transposed has column
+        blocks instead, (outputs, some of the inputs), left to right.
 
         Args:
             slot: uint8, on any device, with the bytes as `read` leaves them.
@@ -164,9 +163,11 @@ class PageReader:
         return blocks
 
     def read(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> int:
-        """Read a page of weights into a slot, uint8 on the CPU at a multiple of 4096; returns the number of bytes read.
+        """Read a page of weights into a slot; returns the number of bytes read.
 
-        cached: True to take from the page cache the bytes that it has.
+        Args:
+            slot: uint8, on the CPU, at an address that is a multiple of 4096.
+            cached: True to take from the page cache the bytes that it has.
 
         Raises:
             MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
@@ -176,7 +177,7 @@ class PageReader:
     def reads(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> list[Callable[[], int]]:
         """Cut the `read` of a page into functions that several threads may call at once.
 
-        Each function reads its own part of the page, and returns the number of bytes read. cached: as for `read`.
+        Each function reads its own part of the page, and returns the number of bytes read. Arguments are as for `read`.
 
         Raises:
             MoeschedError: the slot is too small or not aligned.
@@ -202,7 +203,7 @@ class PageReader:
     def new_memory(self, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor of `nbytes` bytes for resident weights, at an address that is a multiple of 4096.
 
-        It takes memory from `ahead`; if that has too little left, it allocates new memory.
+        The memory is a block of `ahead`, or newly allocated if no block there fits.
         """
         taken = self.ahead.use(nbytes)
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
@@ -268,9 +269,13 @@ def _convert(
     *,
     cached: bool = False,
 ) -> int:
-    """Read rows (first, end) of a file's tensor through `buffer`, converted into `out` (1-D); returns the bytes read.
+    """Read rows of a tensor from a file, and convert them to the dtype of `out`; returns the number of bytes read.
 
-    cached: True to take from the system's page cache the bytes that it has.
+    Args:
+        rows: first row, and the row after the last.
+        out: receives the numbers, 1-D.
+        buffer: memory for the blocks of the file.
+        cached: True to take from the page cache the bytes that it has.
     """
     start, end = byte_range(stored, rows)
     chunk = CHUNK_BYTES if stored.columns is None else _whole_rows(stored)

@@ -1,4 +1,4 @@
-"""The type of a device's verbs, functions that run tasks of one kind; `after` puts a function before a verb."""
+"""The type of the functions with which a device runs its verbs (kinds of tasks), and a way to join two functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from moesched.tasks import Task
 
 Verb = Callable[[Any], Any]
-"""A function that runs a task of one verb, and returns the task's value."""
+"""A function that runs tasks of one verb (kind of task); it takes a task, and returns the task's value."""
 
 
 def after(first: Callable[[Any], object], then: Verb) -> Verb:

@@ -28,13 +28,13 @@ OF_A_LANE: tuple[Cause, ...] = ("data", "lane")
 """Causes whose time on the critical path is attributed to the lane that was busy."""
 
 LEAST_SHARE = 0.1
-"""The smallest share of the run's time for which a relief is tried."""
+"""The smallest share of the run's time that a part of the critical path must have for its removal to be tried."""
 
 NEARLY = 0.9
-"""A relief that saves at least this fraction of the largest saving counts as equal to it."""
+"""A change that saves at least this fraction of the largest saving counts as equal to the best change."""
 
 MOST_TASKS = 5000
-"""Largest number of tasks in a replay; they are taken around the middle of the run's time."""
+"""Largest number of tasks in a replay: those around the middle of the run's time."""
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,8 @@ class _Part(NamedTuple):
     """Stretches of the critical path that one change of the run would shorten, such as a faster lane.
 
     Attributes:
-        lane: title of the lane to blame, or the name of the network's lanes of all ranks; empty if a cause is to blame.
+        lane: title of the lane to blame; for the network, the name of its lanes on all ranks; empty if a cause is to
+            blame.
         cause: the cause to blame; None if a lane is to blame.
     """
 

@@ -33,10 +33,10 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 THROUGHPUT = Measure("total", "throughput", "rate", "tokens/s")
-"""All generated tokens over the time from the end of loading."""
+"""All generated tokens over the run's time without loading."""
 TO_FIRST_TOKEN = "to the first token"
 BETWEEN_TOKENS = "between tokens"
-"""Names of the times of requests that arrive over time."""
+"""Names of two latencies, in figures about requests that arrive over time."""
 REMEDY = "name a file that --trace or --report of a run or a simulation wrote"
 
 
@@ -46,8 +46,8 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         values: the figures, by section, name, quantity and unit.
         trace: the trace of the run; None if there is only a report.
-        replayed: whether this is a replay of recorded durations, so that none of its figures is predicted from rates.
-        costs_measured: of a prediction, whether it rests on costs that `moesched calibrate` measured.
+        replayed: whether this is a replay of recorded durations, whose figures do not follow from the machine's rates.
+        costs_measured: for a prediction, whether it rests on costs that `moesched calibrate` measured.
     """
 
     title: str
@@ -160,7 +160,7 @@ class _ReportLane(msgspec.Struct):
 
 
 class _Report(msgspec.Struct, kw_only=True):
-    """The fields of a JSON report that are compared.
+    """The compared fields of the JSON report of a run.
 
     If `measured` is missing, a report counts as measured if it has `tokens`.
     """
@@ -216,7 +216,7 @@ class _Percentiles(msgspec.Struct):
 
 
 class _ServiceReport(msgspec.Struct, kw_only=True):
-    """The fields of a JSON report on requests that arrive over time that are compared."""
+    """The compared fields of the JSON report of a run whose requests arrive over time."""
 
     seconds: float
     requests_per_second: float

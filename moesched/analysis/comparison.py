@@ -15,7 +15,7 @@ from moesched.system.cells import html_of
 from moesched.units import format_bytes, format_flops, format_number, format_seconds
 
 MOST_WAITS = 5
-"""Largest number of rows of `Comparison.waits`: kinds of task with the time waited before them."""
+"""Largest number of rows of `Comparison.waits`, each for the tasks of one kind on one lane."""
 
 _WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "graph": "order and spread"}
 
@@ -24,9 +24,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of all compared runs, such as the busy time of a lane; None for runs that lack this figure.
 
     Attributes:
-        ratios: the figure of each run over that figure of the first run.
-        error_percents: for each run, the prediction's error in percent of the measured figure, where either the run or
-            the first run is predicted, and the other measured; else None.
+        ratios: for each run, its figure divided by that of the first run.
+        error_percents: for each run, the error of the predicted figure in percent of the measured one, if of this run
+            and the first run one is predicted and the other measured; else None.
     """
 
     section: Section
@@ -44,7 +44,7 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         figures: whether the run is predicted or measured.
         replayed: whether the run is a replay of the durations of another run.
-        costs_measured: of a prediction, whether it rests on costs that `moesched calibrate` measured.
+        costs_measured: for a prediction, whether it rests on costs that `moesched calibrate` measured.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of several runs, relative to the first run.
 
-    `difference` explains the difference in time between two runs; None unless there are two runs, with traces of both.
+    `difference` explains the difference in time between two runs; None unless just two runs with traces are compared.
     """
 
     runs: list[Title]
@@ -87,8 +87,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         """Describe which run was the fastest, how much slower the others were, and the busiest lane of each.
 
         The fastest run took the least time or, if the runs generated different numbers of tokens, had the most tokens a
-        second. Requests that arrive over time are told by the medians of their times to the first token and between
-        tokens. The text is empty if models differ, if only some runs are predicted or have requests that arrive over
+        second. If requests arrive over time, the text compares the medians of their times to the first token and
+        between tokens. It is empty if models differ, if only some runs are predicted or have requests that arrive over
         time, or if one is a replay.
         """
         alike = len({(run.model, run.figures) for run in self.runs}) == 1
@@ -115,16 +115,22 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(f"{words}, {self._busiest(place)}." for place, words in told.items())
 
     def _by_median(self, name: str) -> str:
-        """Return a sentence for each run by the median of a time of its requests; empty unless all runs have it."""
+        """Return a sentence for each run about the median of a latency of its requests; empty unless all runs have it.
+
+        Args:
+            name: name of the latency, such as `TO_FIRST_TOKEN`.
+        """
         medians = {place: time for place, time in enumerate(self._figure("request", name, "p50")) if time}
         if len(medians) < len(self.runs):
             return ""
         return " ".join(f"{words}." for words in self._by_time(medians, f"Least median time {name}").values())
 
     def _by_time(self, took: Mapping[int, float], best_of: str) -> dict[int, str]:
-        """Return words for each run, the fastest first, by its time in seconds.
+        """Describe the time of each run in words, by the run's index; the fastest run is first.
 
-        best_of: words for the time.
+        Args:
+            took: seconds of each run, by the run's index.
+            best_of: words with which the description of the fastest run begins, such as "Least time without loading".
         """
         first, *others = sorted(took, key=took.__getitem__)
         best = f"{best_of}: {self._who(first)} with {format_seconds(took[first])}"
@@ -133,7 +139,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _by_rate(self, rates: Mapping[int, float]) -> dict[int, str]:
-        """Return words for each run, the fastest first, by its tokens a second."""
+        """Describe the tokens a second of each run in words, by the run's index; the fastest run is first.
+
+        Args:
+            rates: tokens a second of each run, by the run's index.
+        """
         first, *others = sorted(rates, key=rates.__getitem__, reverse=True)
         best = f"Most tokens a second without loading: {self._who(first)} with {format_number(rates[first])}"
         return {first: best} | {
@@ -144,13 +154,13 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.runs[place].policy} ({self.runs[place].title})"
 
     def _busiest(self, place: int) -> str:
-        """Return words for the busiest lane of the run at index `place`, and its busy share of the time."""
+        """Describe the busiest lane of the run at index `place`: its name, and the share of time that it is busy."""
         lanes = ((row.values[place] or 0.0, row.name) for row in self.rows if row.what == "use")
         share, lane = max(lanes, default=(0.0, "no lane"))
         return f"{lane} busy {share:.0%}"
 
     def _figure(self, section: Section, name: str, what: str) -> list[float | None]:
-        """Return each run's value in the row of this section, name and quantity `what`; all None without such a row."""
+        """Return each run's figure with this section, name and quantity (`what`); None for all if there is none."""
         key = (section, name, what)
         found = (row.values for row in self.rows if (row.section, row.name, row.what) == key)
         return next(found, [None] * len(self.runs))
@@ -240,7 +250,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """Return a row of `columns` cells: the published errors of prefill times that other simulators predicted."""
+        """Return a row of `columns` cells with the usual error of a prefill time that is predicted from rates."""
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _rests_on_rates(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]
@@ -253,7 +263,7 @@ def letters_of(number: int) -> str:
 
 
 def _rests_on_rates(run: Title) -> bool:
-    """Test whether a run is predicted from rates that the machine states."""
+    """Test whether a run is predicted from the machine's stated rates, and not from measured costs or durations."""
     return run.figures == "predicted" and not run.replayed and not run.costs_measured
 
 

@@ -16,15 +16,15 @@ from moesched.trace.recording import Recording
 from moesched.trace.waits import Wait
 
 BETWEEN: tuple[Cause, ...] = ("policy", "host")
-"""Causes of time between tasks of the critical path, when none of them ran."""
+"""Causes of the time on the critical path in which no task of the path ran."""
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Time on the critical path in which tasks of one verb run on one lane and the next task waits for one cause.
+    """Time of the tasks on the critical path that have the same verb, lane, and cause of the next task's wait.
 
     Attributes:
         kind: the verb of these tasks; "policy" or "host" for the time between tasks.
-        lane: title of the lane on which the tasks ran; for time between tasks, of the lane of the task that follows.
+        lane: title of the lane on which the tasks ran; for time between tasks, the lane of the task that follows.
         cause: the reason why the next task of the path waited for these tasks.
         tasks: number of these tasks, or of the times between tasks.
         seconds: total of these times.
@@ -40,7 +40,7 @@ class PathPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stretch(NamedTuple):
-    """One task on the critical path, or the time between two tasks; `kind`, `lane` and `cause` are as in `PathPart`.
+    """One task on the critical path, or the time between two tasks; see `PathPart` for `kind`, `lane` and `cause`.
 
     `line` is the line of the policy that submitted the task, as file:line.
     """
@@ -59,7 +59,7 @@ def stretches_of(
 
     Args:
         waits: the last wait of each task.
-        returning: (rank, task id) of fetches that a larger pool would not need; their cause is then "budget".
+        returning: keys (rank, task id) of fetches that a larger pool would not need; their cause becomes "budget".
     """
     titles = recording.titles
     path = critical_path(recording, waits)

@@ -23,7 +23,7 @@ from moesched.trace.critical import critical_path
 from moesched.trace.recording import LaneName, Recording, Slice
 
 MOST_CAUSES = 8
-"""Largest number of groups of tasks with a cause of their own; each costs two replays, so all others form one cause."""
+"""Largest number of groups of tasks that are a cause each. Each costs two replays; the other groups form one cause."""
 
 Progress = Callable[[int, int], object]
 
@@ -195,9 +195,12 @@ def _differ(group: _Group, first: _Groups, second: _Groups) -> float:
 def _losses(
     run: Recording, groups: Sequence[_Groups], parts: Sequence[_Part], steps: _Progress
 ) -> list[float]:
-    """Replay the second run, `run`, once for each part, whose tasks from then on take the first run's mean durations.
+    """Replay the second run once for each part, with the tasks of this part and of all earlier ones changed.
+
+    A changed task's duration is scaled so that its group has the mean duration of the first run.
 
     Args:
+        run: the second run.
         groups: the first run's groups of tasks, and the second run's.
         steps: counts the replays.
 

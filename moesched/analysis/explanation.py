@@ -21,7 +21,7 @@ from moesched.trace.waits import waits_of
 
 
 class PoolUses(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of a pool's pages in a whole run: fetched, found there, missed, prefetched in vain, or cancelled."""
+    """Counts of a pool's pages in a whole run: fetched, found in the pool, missed, prefetched in vain, or cancelled."""
 
     fetched: int
     hits: int
@@ -59,7 +59,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         pools: uses of each pool, by its name and memory.
         handovers: time between tasks by kind of task, longest first; empty for predictions.
         what_if: results of the replays with the requested changes.
-        helps: changes that would save most time, the best first.
+        helps: changes that would save the most time, the best first.
     """
 
     policy: str

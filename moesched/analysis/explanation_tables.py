@@ -10,7 +10,7 @@ from moesched.analysis.lane_times import LaneTime
 from moesched.units import format_seconds
 
 SHOWN_PARTS = 8
-"""Largest number of rows shown of the critical path and of the time between tasks."""
+"""Largest number of rows in the tables of the critical path and of the time between tasks."""
 
 SHOWN_SPANS = 5
 
@@ -18,7 +18,7 @@ LEAST_SHOWN = 0.005
 """The smallest share of a lane's idle time that is shown with its cause."""
 
 MOSTLY = 0.5
-"""Share of a lane's busy time above which it is said to be bound by the host, which launches its kernels."""
+"""Share of a lane's busy time; if the host still launches kernels for longer, fewer launches are recommended."""
 
 OF_THE_POLICY = ("policy", "router")
 """Causes of a bottleneck that are shown with the policy's line."""
@@ -30,7 +30,7 @@ RELIEFS = {
     "policy": "It is the time of the policy's own Python; half of it",
     "host": "It is the time of the driver and its threads; half of it",
 }
-"""By cause of a bottleneck, the start of the sentence on its relief; a slow lane has none here: see `helps`."""
+"""The beginning of a sentence on how to relieve a bottleneck, by its cause; for slow lanes, see `helps`."""
 
 
 class Table(NamedTuple):

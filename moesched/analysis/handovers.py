@@ -1,7 +1,7 @@
 """Computes the mean times between tasks of a measured run: to wake the thread of a lane, and the policy's own time.
 
-Both times are recorded for each task. A replay uses their means by kind of task, a few dozen figures per run: with the
-times of each task, a replay would merely reproduce the recorded starts.
+Both times are recorded for each task. A replay uses their means by kind of task, a few dozen figures per run. With each
+task's own times, a replay would merely reproduce the recorded starts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _Measured = Iterator[tuple[int, Hashable, int]]
 
 
 def _means(measured: _Measured) -> Mapping[int, int]:
-    """Return the mean nanoseconds of each task's kind, by the index of the task.
+    """Return, by the index of each task, the mean nanoseconds over the tasks of its kind.
 
     Args:
         measured: tuples (index of the task, kind, nanoseconds).
@@ -90,7 +90,7 @@ def _submit_delays(recording: Recording) -> _Measured:
 def _dispatches(recording: Recording) -> _Measured:
     """Yield each task's dispatch time as (index of the task, kind, nanoseconds).
 
-    A kind is the pair of the lane and the thing that the task waited for: "policy", "lane" or "task".
+    A kind is the pair of the lane and the word for what the task waited for: "policy", "lane" or "task".
     """
     ends: dict[LaneName, int] = {}
     for index, each in enumerate(recording.slices):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def draw_heat_map(profile: RoutingProfile, path: Path | str) -> None:
-    """Draw expert popularity to a .png or .svg file: a cell per expert and layer, relative to the most popular one.
+    """Draw expert popularity to a .png or .svg file: a cell per layer and expert, relative to the most popular expert.
 
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.

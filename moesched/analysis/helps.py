@@ -1,4 +1,4 @@
-"""Finds the changes of a run that would save most of its time, by replays of the run's first steps with each change.
+"""Finds the changes that would save a run the most time, by replays of the run's first steps with each change.
 
 Candidates come from the critical path: links at twice their rate, kernels in half their time, and no time between
 tasks. Only the first `MOST_TASKS` tasks are replayed; the time saved in the replayed decode steps is extrapolated to
@@ -29,7 +29,7 @@ MOST_TASKS = 4_000
 """Largest number of tasks in a replay, unless the prefill and one decode step have more."""
 FEWEST_STEPS = 2
 TOO_MANY_TASKS = 40_000
-"""With more tasks in the prefill and one decode step, nothing is replayed."""
+"""If the prefill and one decode step have more tasks than this, nothing is replayed."""
 
 
 class Help(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
         change: the change in words.
         command: arguments of the `moesched` command that shows the change's effect; TRACE is the run's trace.
         saved: share of the run's time, without loading, that the change saves.
-        decisions_unchanged: True if the policy may decide by awaited results; the replay kept its recorded decisions.
+        decisions_unchanged: True if the policy may decide by awaited results; its recorded decisions were then kept.
     """
 
     change: str
@@ -54,7 +54,7 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | None = None) -> list[Help]:
-    """Find the changes that would save most time, best first.
+    """Find the changes that would save the most time, the best first.
 
     The recording is replayed with each change. The result is empty if no change saves much, or if a step has too many
     tasks to replay.
@@ -94,7 +94,7 @@ def best_helps(found: Iterable[Help]) -> list[Help]:
 
 
 def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str]:
-    """Map each change that may save `LEAST_SAVED` of the run's time, in the syntax of `what_if`, to a description."""
+    """Return a description of each change that may save `LEAST_SAVED` of the run's time, by its syntax in `what_if`."""
     words: dict[str, str] = {}
     most: dict[str, float] = {}
     for change, said, saved in _reliefs(recording, path):
@@ -104,10 +104,11 @@ def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str
 
 
 def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[str, str, float]]:
-    """Yield for each part of the critical path a change, the change in words, and the largest share that it could save.
+    """Yield a change for each part of the critical path that has one.
 
-    The share is of the run's time. Twice the speed saves at most half of a part's time; all of the time between tasks
-    may be saved.
+    Yields:
+        Tuples (change in the syntax of `what_if`, change in words, largest share of the run's time that it can save).
+        Twice the speed saves at most half of a part's time; all of the time between tasks may be saved.
     """
     names = {title: lane.name for lane, title in recording.titles.items()}
     links = {each.lane.name for each in recording.slices if each.task.type == "PageTransfer"}
@@ -139,7 +140,7 @@ def _first_steps(recording: Recording) -> Recording | None:
 def _run_seconds(replay: Recording, decode_steps: int) -> float:
     """Estimate the seconds of a whole run, without loading, from a replay of its first steps.
 
-    The estimate is the replay's prefill and `decode_steps` times its mean decode step.
+    The estimate is the replay's prefill plus `decode_steps` times the replay's mean decode step.
     """
     prefill, decode = 0.0, []
     for each in summarize(without_loading(replay)).steps:

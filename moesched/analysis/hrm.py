@@ -1,4 +1,4 @@
-"""Computes MoE-Lightning's Hierarchical Roofline Model (section 3): bounds on computations with data in a lower memory.
+"""Computes MoE-Lightning's Hierarchical Roofline Model (section 3): bounds on FLOP/s if data is in a lower memory.
 
 Symbols, as in the paper: i is the upper level (an accelerator and its memory), j the lower level (the host and its
 memory, or a disk, where nothing computes); P is the peak FLOP/s of a level's processor, B the bytes/s from its memory,
@@ -103,7 +103,7 @@ def first_turning_point(hierarchy: Hierarchy) -> float:
 
 
 def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
-    """Return P2 (Eq. 10): the intensity I^j, in FLOP per byte of the lower memory, from which the link limits no more.
+    """Return P2 (Eq. 10): the intensity I^j, in FLOP per byte of the lower memory, above which the link does not limit.
 
     If the upper level, at intensity I^i, is slower than the peak of the lower level, P2 is below P1, and fetching never
     pays.
@@ -137,8 +137,8 @@ def pays_to_fetch(hierarchy: Hierarchy, intensity: Intensity) -> bool:
 def attention_intensity(operations: Operations, context: int, kv_dtype: str) -> Intensity:
     """Return the intensity of one new token's attention over `context` cached tokens, without projections (Fig. 4).
 
-    The intensity does not depend on the batch, since every request has a cache of its own. In the upper level, queries
-    that are read and outputs that are written count, too; in the lower level only the cache counts.
+    The intensity does not depend on the batch, since every request has a cache of its own. The bytes of the upper level
+    are those of the cache, the queries read and the outputs written; those of the lower level are the cache alone.
     """
     amount, cache = _attention(operations, 1, context, kv_dtype)
     return Intensity(amount.flops / amount.nbytes, amount.flops / cache)
@@ -158,14 +158,15 @@ def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int
 
 
 def touched_expert_bytes(operations: Operations, tokens: int) -> float:
-    """Return the expected bytes of the weights of the experts in a layer that are chosen by any of `tokens` tokens."""
+    """Return the expected bytes of weights of those experts of a layer that at least one of `tokens` tokens chooses."""
     return sum(part.size * part.times for part in operations.experts(tokens).parts)
 
 
 def batch_reaching(operations: Operations, lower_intensity: float) -> int | None:
     """Return the smallest number of requests whose FFN reaches an operational intensity; None if none does.
 
-    lower_intensity: the intensity I^j, in FLOP per byte of the lower memory.
+    Args:
+        lower_intensity: the intensity I^j, in FLOP per byte of the lower memory.
     """
 
     def reached(batch: int) -> float:
@@ -233,6 +234,7 @@ def layer_time(
 
     Args:
         context: tokens in the cache of each request.
+        kv_dtype: number format of the KV cache.
 
     Raises:
         BadInput: the split lets the lower level compute, but it has no processor.
@@ -257,9 +259,10 @@ def layer_time(
 def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
     """Return the two levels of a machine: the accelerator above the host.
 
-    If accelerator and host share a memory, that memory is the upper level, and the memory with the weights the lower
-    one. Several equal accelerators count as one with the sum of their rates, as with tensor parallelism (section 4.3):
-    each has its own link, but all together fetch no faster than the lower memory is read or copied to pinned memory.
+    If accelerator and host share a memory, that memory is the upper level, and the memory that holds the weights is the
+    lower one. Several equal accelerators count as one with the sum of their rates, as with tensor parallelism (section
+    4.3): each has its own link, but all together fetch no faster than the lower memory is read or copied to pinned
+    memory.
 
     Raises:
         BadInput: the machine lacks one of these memories, the link, or a rate.
@@ -295,7 +298,7 @@ def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
 
 
 def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
-    """Return a micro-batch's FLOPs and bytes of attention for a new token per request, and its KV cache's bytes.
+    """Return the FLOPs and bytes of attention for one new token of each request, and the bytes of the KV cache.
 
     Args:
         context: tokens in the cache of each request.
@@ -308,6 +311,6 @@ def _attention(operations: Operations, requests: int, context: int, kv_dtype: st
 
 
 def _micro_batches(split: Split) -> list[tuple[int, int]]:
-    """Return the micro-batches of a batch, as pairs: size in requests, and number of micro-batches of that size."""
+    """Return the micro-batches of a batch, as pairs: number of micro-batches of one size, and this size in requests."""
     whole, rest = divmod(split.batch_size, split.micro_batch_size)
     return [(count, size) for count, size in ((whole, split.micro_batch_size), (1, rest)) if count and size]

@@ -13,11 +13,11 @@ from moesched.trace.recording import LaneName, Recording, Slice
 from moesched.trace.waits import Wait
 
 LONGEST_SPANS = 5
-"""The most idle spans listed per lane."""
+"""Largest number of idle spans that are listed for a lane."""
 
 
 class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A lane's idle time with one cause, in tasks of one verb (kind of task) on one lane.
+    """Time in which a lane was idle for one cause, because of tasks of one verb (kind of task) on one lane.
 
     Attributes:
         kind, lane: verb and lane of the tasks that the idle lane waited for; with the cause "policy" or "host", of the
@@ -71,7 +71,7 @@ class Together(msgspec.Struct, frozen=True, kw_only=True):
     """Time of a recording, by the number of lanes that were busy at once.
 
     Attributes:
-        nanoseconds: maps a number of lanes to the nanoseconds in which exactly that many were busy.
+        nanoseconds: at index N, the nanoseconds in which exactly N lanes were busy.
         alone: maps a lane to the nanoseconds in which it was the only busy lane.
     """
 

@@ -1,4 +1,4 @@
-"""Predicts Twiddler's microbenchmarks (Appendix A) by the cost model of a machine."""
+"""Predicts Twiddler's microbenchmarks (Appendix A) with a machine's cost model."""
 
 from __future__ import annotations
 

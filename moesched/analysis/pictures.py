@@ -56,7 +56,7 @@ def draw_picture(draw: Callable[[], Figure], path: Path | str, option: str = "--
         option: the command-line option that named the file, for the error message.
 
     Raises:
-        BadInput: as `require_picture`, or the file cannot be written.
+        BadInput: `require_picture` refuses the file, or the file cannot be written.
     """
     path = given_path(path, "a picture")
     require_picture(path, option)

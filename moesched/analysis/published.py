@@ -1,9 +1,9 @@
-"""Holds the published errors of predictions of prefill times by other simulators (docs/validation.md)."""
+"""Holds the usual error of our predicted prefill times, from comparisons with published ones (docs/validation.md)."""
 
 from __future__ import annotations
 
 PREFILL_ERROR, PREFILL_SPREAD = 0.66, 1.96
-"""Errors on machines built from names of parts: the median over sources, and the root mean square as a factor."""
+"""Errors for machines built from names of parts: the median of the sources, and the root mean square, as a factor."""
 
 PUBLISHED_PREFILLS = "prefill, usual error", f"{PREFILL_ERROR:.0%}"
-"""Title and text of a row to show below a predicted prefill: the error of such predictions."""
+"""Title and cell of the row below a predicted prefill, which shows the usual error of such a prediction."""

@@ -73,7 +73,7 @@ def replay_recording(
 
 
 def without_loading(recording: Recording) -> Recording:
-    """Remove from a recording the initial loading of weights, and what ended after the last token.
+    """Remove from a recording the initial loading of weights, and tasks that ended after the last token was sampled.
 
     Loaded weights are then present from the start, so that no task waits for them. A recording of loading alone is
     returned unchanged.

@@ -50,15 +50,15 @@ class RooflineReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         context: tokens in the cache of each request.
         micro_batch_size: requests per FFN kernel.
-        attention: computations by dtype of the KV cache.
-        ffn: computations by batch size, ascending.
+        attention: one computation for each dtype of the KV cache.
+        ffn: one computation for each batch size, ascending.
         upper_ffn: bound of the FFN of a micro-batch whose weights are on the upper level (Eq. 8).
         batch_at_first_turning_point: the smallest batch for which fetching the FFN's weights pays; None if there is
             none.
         batch_at_second_turning_point: the smallest batch for which the link no longer bounds the FFN; None if there is
             none.
-        split: division of work that `layer` is for: the largest batch, with attention on the lower level if that has a
-            processor.
+        split: division of work between the levels, to which `layer` applies: the largest batch, with attention on the
+            lower level if that has a processor.
         layer: busy seconds of the link and of each level for one layer (Eqs. 12 to 14).
         layer_seconds: the longest of the times in `layer`.
         bound_by: name of the link or level with the longest time in `layer`.
@@ -146,7 +146,7 @@ def _computation(hierarchy: Hierarchy, block: str, variant: str, intensity: Inte
 
 
 def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Split:
-    """Return which memory's processor computes what of a layer, as in MoE-Lightning's hierarchical roofline model.
+    """Divide a layer's work between the two levels of the hierarchical roofline model.
 
     The lower level (such as the host) computes attention if it has a processor, and the upper level (such as the GPU)
     all else.

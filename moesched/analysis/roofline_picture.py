@@ -100,7 +100,7 @@ def _roof(
 
 
 def _computations(axes: Axes, report: RooflineReport, computations: Sequence[Computation]) -> None:
-    """Draw each computation as a vertical line, with its FLOP/s for fetched data and for data computed in place."""
+    """Draw a vertical line for each computation, with marks at its FLOP/s on fetched data and on data in place."""
     upper, lower = report.hierarchy.upper, report.hierarchy.lower
     for number, each in enumerate(computations):
         x = each.intensity.lower

@@ -1,4 +1,4 @@
-"""Parses the changes of a run that a replay can make, as users write them: a kind of change is a row of `KINDS`."""
+"""Parses changes of a run as users write them, such as "link host->gpu x2". A kind of change is a row of `KINDS`."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Change:
     """A change of a run.
 
     Attributes:
-        factors: factors of costs, by WORD of the kind of change and by NAME.
-        handovers: whether the replay has the recorded mean times between tasks, rather than none.
+        factors: FACTOR of each change, by the WORD of its kind and by its NAME.
+        handovers: whether the replay has the recorded mean times between tasks, or no time between them.
     """
 
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Cuts windows of time from recordings, as rows of blocks to draw; tasks too narrow to see are merged to one block."""
+"""Cuts windows of time from recordings, as rows of blocks to draw; tasks too narrow to see are merged."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ from moesched.trace.recording import Recording, Slice
 from moesched.work import Demand, Work
 
 LAST = "sample"
-"""The last verb of a step. Every policy awaits it, so that this does not count as deciding by results."""
+"""The last verb of a step. Every policy awaits it, so awaiting it does not count as deciding by results."""
 
 Progress = Callable[[int, int], object]
 
 DECISIONS_HELD = (
     "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
 )
-"""The caveat below replays of a policy that decides by awaited results."""
+"""The note below the results of replays, if the policy decides by awaited results."""
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         change: the change as the user wrote it.
         seconds: time of the changed run, without loading.
         speedup: time of the recorded run over `seconds`.
-        decisions_unchanged: True if the policy may decide by awaited results; the replay kept its recorded decisions.
+        decisions_unchanged: True if the policy may decide by awaited results; its recorded decisions were then kept.
     """
 
     change: str
@@ -119,13 +119,13 @@ def _after_loading(recording: Recording) -> float:
 
 
 def _scaled(each: Slice, change: Change, lead: int) -> Work:
-    """Return a measured task's `Work` after a change: `lead` nanoseconds of dispatch, then its scaled duration."""
+    """Return a measured task's `Work` after a change: `lead` nanoseconds of dispatch, then the scaled duration."""
     factor = change.factor("time", each.task, each.lane) / change.factor("rate", each.task, each.lane)
     return timed_work(each.task, max(1, round((each.end - each.start) * factor)), lead)
 
 
 def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
-    """Return a predicted task's `Work` after a change; changes of rates leave its latencies as they are."""
+    """Return a predicted task's `Work` after a change; changed rates leave the fixed part of its time as it is."""
     time = change.factor("time", each.task, each.lane)
     rate = change.factor("rate", each.task, each.lane)
     fixed = time * demand.fixed

@@ -17,7 +17,7 @@ MUCH = 0.01
 """The smallest difference to report: relative for bytes, absolute for shares."""
 
 LEAST = 0.005
-"""The smallest time of a difference to report, as a share of the longer run."""
+"""The smallest difference in time to report, as a share of the longer run's time."""
 
 
 class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):

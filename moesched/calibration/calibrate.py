@@ -2,8 +2,8 @@
 
 Users give no model, policy or budget: matrices and small models of fixed sizes are run. Each task is timed as
 a whole, for resident and for fetched weights, over several numbers of rows and sizes: first one task after the other,
-then beside what may run at the same time, such as reads, attention on the host, or experts on both processors. Passes
-over memory, copies, matrix products and reads are also timed by themselves.
+then beside other tasks that may run at the same time, such as reads, attention on the host, or experts on both
+processors. Passes over memory, copies, matrix products and reads are also timed by themselves.
 
 Everything is measured in several rounds, and the median counts. Measurements that other processes disturbed are
 repeated, up to a limit. A quick calibration measures bfloat16 only, and scales costs in float32 from the costs in
@@ -118,8 +118,8 @@ def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine
             the end, is on the disk of the cache, as the system's folder for temporary files may lie in memory.
 
     Raises:
-        BadInput: the file, or the folder and its files, cannot be written. Once measured, the machine is the error's
-            report.
+        BadInput: the file, or the folder and its files, cannot be written. If the machine was measured before, the
+            error carries it as its report.
     """
     if file is None:
         file = calibrated_file(device)

@@ -19,8 +19,8 @@ Such tasks lost their core to another thread, for up to 4 ms where attention tak
 PRIOR_SECONDS = 0.005
 """Strength of the regularisation, as seconds of observation.
 
-It draws the rates of mixes that were seen for less time, or always in the same proportions, to the rate of all mixes
-together, since least squares cannot tell them apart.
+Least squares cannot separate mixes that were seen only briefly, or always in the same proportions. The regularisation
+draws the rates of such mixes to the rate of all mixes together.
 """
 
 
@@ -39,7 +39,7 @@ class Observed(NamedTuple):
 
 
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
-    """Return the speeds of tasks of one class beside other tasks, relative to running alone, by mix of these tasks.
+    """Return the speeds of tasks of one class beside other tasks, relative to running alone, by mix of the other tasks.
 
     For a task (see `Observed`) beside one mix, took - beside + beside * speed = alone; with several mixes, beside and
     beside * speed are sums over mixes. The speeds solve these equations by least squares (ridge regression), each task

@@ -125,7 +125,7 @@ class Exercise:
                 await self._fetch(step)
             step.pre_attention(i, j)
             step.attention(i, j)
-            # In each step beside another micro-batch's experts, and short enough to end before they do.
+            # Each step pairs it with another micro-batch's experts; it is short enough to end before they do.
             for k in attending[(index + step.index) % len(others) :: len(others)]:
                 self._attend_on_host(step, i, k)
             await self._second_half(step, i, j)
@@ -161,7 +161,12 @@ class Exercise:
 
 
 def run_routed(step: Step, i: int, j: int, experts: Iterable[int], on_host: Collection[int]) -> Task:
-    """Run the experts that micro-batch j chose in layer i, those `on_host` on the host; return the task `combine`."""
+    """Run micro-batch j's experts of layer i, those in `on_host` on the host; return the task `combine`.
+
+    Args:
+        experts: the experts that the micro-batch chose.
+        on_host: the experts to run on the host.
+    """
     if on_host:
         step.offload_routed(i, j)
     for expert in experts:

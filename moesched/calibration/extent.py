@@ -51,7 +51,7 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs of the small models in one dtype; `Mode` in `moesched/calibration/exercise.py` has the modes.
+    """Runs of the small models in one dtype; `Mode` in `moesched/calibration/exercise.py` explains the modes.
 
     Attributes:
         models: the models, smallest first; costs are interpolated between their sizes.

@@ -3,8 +3,8 @@
 The first layer's weights stay on the GPU; the second layer's weights are fetched in each step. For micro-batches whose
 KV cache is on the host, attention runs on the host in even steps. In odd steps, attention of these micro-batches runs
 on the GPU, their new keys and values are written to the host's cache, and experts run one by one, every other one on
-the host. A step's fetch starts together with one kind of task, see `BESIDE`. If the machine limits page-locked memory,
-fetched pages are first copied there.
+the host. A step's fetch starts together with one kind of task (see `BESIDE`). If the machine limits page-locked
+memory, fetched pages are first copied to this memory.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class GpuExercise:
     def _fetch(self, step: Step, pages: Sequence[Page]) -> Task:
         """Fetch pages, with one transfer per expert, and return the last transfer.
 
-        Each transfer is short enough that only one kind of task runs beside it. All pages are staged first in one task,
-        so that slowdown by staging can be told from slowdown by fetches.
+        Each transfer is short enough that only one kind of task runs beside it. If pages are staged, one task stages
+        all of them first, so that slowdown by staging can be told from slowdown by fetches.
         """
         if self.staging is not None:
             step.copy_to_pinned(pages, self.staging)

@@ -24,7 +24,7 @@ from moesched.models.config import ModelConfig
 
 STAGING = (HOST, PINNED)
 LINKS = ((HOST, GPU), (GPU, HOST), STAGING)
-"""Memories between which copies are timed: to and from the GPU, and into staging slots if little may be page-locked."""
+"""Pairs of memories between which copies are timed. Staging slots are for machines that can page-lock little memory."""
 
 AT_ONCE = (((HOST, GPU), (GPU, HOST)), ((HOST, GPU), STAGING), ((GPU, HOST), STAGING))
 """Pairs of links whose copies are timed while both run."""
@@ -36,7 +36,7 @@ FULL = "float32"
 MODEL = small_model(
     "calibration-gpu", hidden=1024, intermediate=3584, heads=16, head_dim=128, vocabulary=8192
 )
-"""Model whose kernels are shorter than their dispatch; fetching its layer of 180 MB outlasts attention on the host."""
+"""Model whose kernels are shorter than their dispatch; a fetch of its layer, 180 MB, outlasts attention on the host."""
 
 
 class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,9 +41,9 @@ Progress = Callable[[int, int], object]
 
 PROBE = "moesched.devices.torch.cuda_probe:CudaProbe"
 HBM_BANDWIDTH = 1.2e12
-"""Least memory bandwidth, in bytes per second, of an unknown GPU that is taken for one of a data center."""
+"""Bytes per second of memory from which on a GPU that is not known by name counts as a data-center GPU."""
 SERVER_BANDWIDTH = 120e9
-"""Least memory bandwidth, in bytes per second, of a CPU that is taken for one of a server."""
+"""Bytes per second of memory from which on a CPU counts as a server's."""
 
 
 def calibrate_gpu(
@@ -116,7 +116,7 @@ def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Mach
 
 
 def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with dispatch times, the rate of host attention, and speeds beside copies, by runs on `probe`.
+    """Return the machine with dispatch times, rate of host attention and speeds beside copies, from runs on `probe`.
 
     Args:
         rated: the machine with rates and costs of products.
@@ -238,9 +238,10 @@ def _link(times: gpu_rates.Times, source: str, destination: str) -> Link:
 
 
 def gpu_class(name: str, bandwidth: float) -> str:
-    """Return a GPU's class of device, such as "consumer-gpu", by the GPU's name or, if unknown, memory bandwidth.
+    """Return a GPU's class of device, such as "consumer-gpu", by its name or, if unknown, its memory's bandwidth.
 
-    bandwidth: bytes per second of the GPU's memory.
+    Args:
+        bandwidth: bytes per second of the GPU's memory.
     """
     try:
         return find_gpu(name)[0].device_class

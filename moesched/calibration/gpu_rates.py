@@ -53,7 +53,7 @@ def products(times: Times, processor: str, dtype: str) -> MeasuredRate:
 
 
 def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
-    """Return the share of memory bandwidth that a processor's products of one row reach; they are bound by reads.
+    """Return the share of memory bandwidth that a processor reaches in products of one row, which are bound by reads.
 
     Args:
         launch: seconds of a kernel's launch; kernels that are hardly longer do not count.
@@ -106,7 +106,7 @@ def host_seconds(times: Times, launch: float) -> Estimate:
 
 
 def link(times: Times, source: str, destination: str) -> LinkRate:
-    """Return bandwidth and latency of the link from `source` to `destination`, by its smallest and largest copies."""
+    """Return bandwidth and latency of the link from `source` to `destination`, from its smallest and largest copies."""
     of_link = sorted(
         (each.nbytes, rounds)
         for each, rounds in times.items()

@@ -74,8 +74,8 @@ class GpuTasks:
     def rates(self) -> dict[tuple[str, str], float]:
         """Return speeds of the host's work and of copies beside other work, by (class of work, classes beside it).
 
-        The speeds are relative to running alone. Runs with staging give only the speeds that other runs lack: beside
-        copies into staging slots.
+        The speeds are relative to running alone. Runs with staging add only the speeds that other runs cannot show:
+        those beside copies into staging slots.
         """
         rates: dict[tuple[str, str], float] = {}
         for (work_class, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
@@ -110,7 +110,7 @@ class GpuTasks:
         Of several measurements for one point, the shortest counts: the others include a wait.
 
         Args:
-            running: a function from `Work` of the host or of a link to the seconds that it takes once it has started.
+            running: returns the seconds that a given `Work`, of the host or of a link, takes once it has started.
         """
         found: dict[Alike, list[tuple[float, float]]] = {}
         for alike in self._runs:
@@ -164,7 +164,7 @@ def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
     On the GPU the whole task counts as dispatch; elsewhere, the task's time less the running time of its work.
 
     Args:
-        running: a function from `Work` of the host or of a link to the seconds that it takes once it has started.
+        running: returns the seconds that a given `Work`, of the host or of a link, takes once it has started.
     """
     work, seconds = timed
     return seconds if work.resource == GPU else max(0.0, seconds - running(work))

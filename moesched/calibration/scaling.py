@@ -1,7 +1,8 @@
-"""Estimates costs in a dtype that was not measured from the costs in bfloat16.
+"""Estimates costs in a dtype that was not measured, by scaling the costs that were measured in bfloat16.
 
-Work on weights is scaled by the measured ratio of products of equal matrices in both dtypes. In both dtypes, attention
-is assumed to take equally long for equally many tokens, and copies of rows for equally many bytes.
+The time of work on weights is multiplied by the ratio of the times of matrix products in the two dtypes, measured with
+matrices of one shape. Attention is assumed to take equally long in both dtypes for equally many tokens, and copies of
+rows for equally many bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ MATRICES = {"pre_attention": 1, "route": 1, ROUTE_WITHIN: 1, "sample": 1, "exper
 def scaled_points(
     points: Iterable[CostPoint], operations: Sequence[CostPoint], dtype: DType
 ) -> list[CostPoint]:
-    """Return costs of tasks in a dtype, scaled from the costs measured in bfloat16.
+    """Estimate the costs of tasks in `dtype` by scaling their costs in bfloat16.
 
     Args:
-        points: measured costs of tasks.
-        operations: measured times of products, in bfloat16 and in `dtype`.
+        points: measured costs of tasks; those in other dtypes than bfloat16 are left out.
+        operations: measured times of matrix products in bfloat16 and in `dtype`, whose ratios scale the costs.
+        dtype: the dtype of the returned costs.
     """
     products = ProductTimes(operations)
     return [_scaled(each, products, dtype) for each in points if each.dtype == SOURCE]

@@ -1,4 +1,4 @@
-"""Times calls, alone and beside others; measures the load of other processes, and repeats what they disturbed."""
+"""Times calls; measures the load of other processes meanwhile, and repeats measurements that they disturbed."""
 
 from __future__ import annotations
 

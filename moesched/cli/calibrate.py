@@ -76,7 +76,8 @@ def calibrate(
 def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) -> None:
     """Print a calibrated machine and the path of its file, as a table and text, or with `json` as JSON.
 
-    used: text after the file's path, such as the option that reads the file; empty for none.
+    Args:
+        used: text after the file's path, such as the option that reads the file; empty for none.
     """
     if json:
         print_json({"file": str(file), "machine": msgspec.to_builtins(machine)})
@@ -86,9 +87,10 @@ def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) ->
 
 
 def print_unwritten(error: BadInput, *, json: bool) -> None:
-    """Print the machine that was measured before its file could not be written: the file's text, or with `json` JSON.
+    """Print a measured machine whose file could not be written: as the file's text, or with `json` as JSON.
 
-    error: the error of the calibration; nothing is printed if it came before the end of the measurements.
+    Args:
+        error: the error of the calibration; nothing is printed if it came before the end of the measurements.
     """
     from moesched.machines.toml_text import machine_toml
 

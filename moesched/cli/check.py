@@ -24,11 +24,11 @@ EPILOGUE = """Examples:
       --batch-size 1 --batch-size 64"""
 
 MOST_PROBLEMS = 3
-"""Largest number of cells without figures of which the reasons are printed."""
+"""Largest number of cells without figures for which the reason is printed."""
 
 
 class CheckArguments(PolicyOptions):
-    """All options of `moesched check`. Those for models and machines may be given several times."""
+    """All options of `moesched check`. Those for models, machines and batch sizes may be given several times."""
 
     policy: Annotated[
         str,
@@ -79,8 +79,8 @@ def check(given: CheckArguments) -> int:
     policy prints is dropped.
 
     A fault is reported with the policy's line. Pages that nothing read, pages that moved twice and idle lanes are
-    advice. The bound is the time that the same tasks would take in the best order: that of the busiest lane, or of the
-    longest chain of tasks that wait for each other, in the prefill and in a decode step.
+    advice. The bound is the least time that the same tasks could take in any order: for the prefill and for a decode
+    step, the time of the busiest lane, or of the longest chain of tasks that wait for each other if that is longer.
 
     Exit code 1 if there are faults.
     """

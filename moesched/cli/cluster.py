@@ -43,8 +43,8 @@ def keygen(
 ) -> None:
     """Make a pair of keys for a machine of a cluster.
 
-    moesched.key has the public one, to copy into the cluster file, and moesched.secret stays on this machine. Existing
-    keys are kept.
+    moesched.key has the public key, to copy into the cluster file; moesched.secret, with the secret key, stays on this
+    machine. Existing keys are kept.
     """
     from moesched.cluster.curve.keys import SECRET_NAME, default_folder, write_keys
 

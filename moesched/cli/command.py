@@ -19,7 +19,7 @@ from moesched.options import Described, Options, described, split
 from moesched.system.plain_text import plain_text
 
 Make = Callable[[Mapping[str, Any]], Any]
-"""Function from the values of flags by name to the value of one parameter of a command."""
+"""Function that takes the values of flags, by name, and returns the value of one parameter of a command."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -67,8 +67,8 @@ def add_commands(app: App, commands: Mapping[str, Sequence[Callable[..., Any]]],
     """Add commands to a cyclopts app.
 
     Args:
-        commands: by heading in `moesched --help`, the functions below it, which were declared with `command`.
-        called: name of the only command to add, which saves time; None, or a name of none of them, adds all.
+        commands: functions that were declared with `command`, by their heading in `moesched --help`.
+        called: name of the only command to add, which saves time; None or the name of no command adds all.
     """
     by_heading = [(heading, each) for heading, functions in commands.items() for each in functions]
     wanted = [(heading, each) for heading, each in by_heading if called == _COMMANDS[each].name] or by_heading
@@ -89,7 +89,7 @@ def add_commands(app: App, commands: Mapping[str, Sequence[Callable[..., Any]]],
 
 
 def _usage(name: str, function: Callable[..., Any]) -> str:
-    """Return the line of a command's help that shows how to write it; cyclopts would name no optional argument."""
+    """Return the usage line of a command's help; the one that cyclopts makes would leave out optional arguments."""
     flags, _ = _all_taken(function)
     named = [each for each in flags if each.flag.startswith("--")]
     needed = [f"{each.flag} {each.option.metavar}" for each in named if each.default is MISSING]
@@ -99,7 +99,7 @@ def _usage(name: str, function: Callable[..., Any]) -> str:
 
 
 def _argument(each: Described) -> str:
-    """Return an argument without a flag as the usage line has it."""
+    """Return an argument without a flag, in the form in which the usage line shows it."""
     if get_origin(each.kind) is tuple:
         return f"[{each.flag}...]"
     return each.flag if each.default is MISSING else f"[{each.flag}]"
@@ -108,7 +108,8 @@ def _argument(each: Described) -> str:
 def commands_with(commands: Mapping[str, Sequence[Callable[..., Any]]], flag: str) -> list[str]:
     """Return the names of the commands that have a flag.
 
-    commands: functions of commands by heading, as of `add_commands`.
+    Args:
+        commands: functions by heading, in the form that `add_commands` takes.
     """
     functions = (function for group in commands.values() for function in group)
     return [
@@ -168,7 +169,7 @@ def _taken(name: str, hint: Any, default: Any) -> tuple[list[Described], Make]:
 
 
 def _all_taken(function: Callable[..., Any]) -> tuple[list[Described], dict[str, Make]]:
-    """Return the flags of a command's function, and for each of its parameters what makes it from their values."""
+    """Return the flags of a command's function, and for each parameter the function that makes it from their values."""
     hints = get_type_hints(function, include_extras=True)
     flags: list[Described] = []
     makers: dict[str, Make] = {}
@@ -194,7 +195,7 @@ def _nested(each: Described) -> type[Options] | None:
 
 
 def _several(each: Described) -> Described:
-    """Return a copy of an option whose flag takes several values, separated by commas."""
+    """Return a copy of an option, with a flag that takes several values, separated by commas."""
     sentence, _, _ = each.option.help.partition(". ")
     option = replace(
         each.option,
@@ -256,9 +257,10 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
-    """Return the parameter of a wrapped function that stands for an option's flag, annotated for cyclopts.
+    """Return the parameter that stands for an option's flag in a function for cyclopts, annotated for it.
 
-    group: heading of the flag in the help; None for the general one.
+    Args:
+        group: heading of the flag in the help; None for the general one.
     """
     option, kind, default = each.option, _kind(each), each.default
     if get_origin(kind) is tuple:
@@ -328,4 +330,4 @@ _CHECKED = {
     int: Annotated[int, Parameter(converter=_whole_number)],
     Path: Annotated[Path, Parameter(converter=_named_path)],
 }
-"""Types of values that are checked as they are converted, by the types of the options."""
+"""Types whose annotation has cyclopts check values as it converts them, by the plain type."""

@@ -213,7 +213,7 @@ class ManyTexts(LoadingBar):
 
 
 def shown(prompt: Prompt) -> str:
-    """Return a prompt as the display prints it: text whole; token ids with commas, and of many ids only the last."""
+    """Return a prompt for display: a text as it is; token ids with commas, and of many ids only the last ones."""
     text = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
     return text if len(text) <= SHOWN_PROMPT or isinstance(prompt, str) else "..." + text[-SHOWN_PROMPT:]
 

@@ -41,7 +41,7 @@ LONGEST_LINE = 4000
 OF_SEVERAL_MACHINES = ("--nodes", "--local", "--hosts", "--network")
 """Flags of other commands that users may expect `serve` to have."""
 SAME_OPTIONS = (("--gen", "--max-new-tokens", "--max-tokens"), ("--model", "MODEL"))
-"""Names that different commands have for one option; a command has at most one of each tuple."""
+"""Names that different commands have for one option; a command has at most one name of each tuple."""
 WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
 """True if the command was called with --traceback."""
 
@@ -105,9 +105,10 @@ def exit_code_of(
 
 
 def _refused_arguments(error: BaseException, having: Callable[[str], Sequence[str]]) -> str:
-    """Return the message for arguments that the command line does not take, `error` being cyclopts'.
+    """Return the message for an error with which cyclopts refused the arguments of the command line.
 
-    having: function from an option to the names of the commands that have it.
+    Args:
+        having: function from an option to the names of the commands that have it.
     """
     if isinstance(error, RepeatArgumentError):
         return f"{error.token.keyword} is given twice: give it once"
@@ -143,7 +144,7 @@ def _refused_arguments(error: BaseException, having: Callable[[str], Sequence[st
 
 
 def _place_of_bad_value(error: BaseException) -> str:
-    """Return the name of the argument without a flag whose value is refused; empty if cyclopts' message names it."""
+    """Return the name of a refused argument without a flag; empty if the message of cyclopts names the argument."""
     if not isinstance(error, CoercionError) or error.msg is None or error.argument is None:
         return ""
     return "" if error.token is None or error.token.keyword else error.argument.name
@@ -164,7 +165,7 @@ def _same_option(error: UnknownOptionError) -> str | None:
 
 
 def _needed(error: MissingArgumentError) -> str:
-    """Return the message for a missing argument or value: name, meaning, and a guess if a value had no option."""
+    """Return the message for a missing argument or value: name, meaning, and the option that a stray value may need."""
     command, argument = " ".join(error.command_chain or ()), error.argument
     assert argument is not None
     choices = ", ".join(argument.get_choices() or ())

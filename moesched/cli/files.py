@@ -21,7 +21,7 @@ def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> 
         arguments: the command's arguments, by parameter.
 
     Raises:
-        BadInput: as `require_safe_outputs`.
+        BadInput: `require_safe_outputs` refuses a file.
     """
     from moesched.inputs.files import texts_in
 

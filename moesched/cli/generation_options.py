@@ -23,7 +23,7 @@ PROMPTS = "Prompts"
 PROMPT_FILE = 'File with one {"prompt": "..."} or {"prompt_ids": [1, 2]} per line.'
 
 Job = Callable[..., "JobReport"]
-"""A call that generates text; it takes keywords of `run_model`."""
+"""Function that generates text, such as `run_model`, and takes the same keyword arguments."""
 
 
 class PromptArguments(Options):

@@ -88,7 +88,7 @@ def _plugins(kind: Any) -> list[Entry]:
 
 
 def _kernels() -> list[Entry]:
-    """Return an entry for each kernel: operation, devices, cases that it takes; if none here, the reason."""
+    """Return an entry for each kernel: operation, devices, cases that it takes, and why it takes none here, if so."""
     from moesched import plugins
     from moesched.seams import KernelRow, ListsKernels
 

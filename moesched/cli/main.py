@@ -120,7 +120,8 @@ def make_app(called: str | None = None) -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code; errors are printed.
 
-    arguments: the words of the command line after the program's name; None for those of this process.
+    Args:
+        arguments: the words of the command line after the program's name; None for those of this process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     WHOLE_TRACEBACK.set(TRACEBACK in given)

@@ -62,7 +62,7 @@ def require_json(report: Path | None, what: str) -> None:
 
 
 def paragraphs(*texts: str) -> str:
-    """Join paragraphs to a help text; lines break at the width of the terminal."""
+    """Join paragraphs into one help text, with an empty line between two. It is wrapped when the help is printed."""
     return "\n\n".join(texts)
 
 

@@ -29,7 +29,7 @@ def stdout() -> Console:
 
 
 def columns_of_terminal() -> int | None:
-    """Return the width of the terminal on standard output, or the value of COLUMNS; None if it is no terminal."""
+    """Return the width of the terminal, which COLUMNS may override; None if standard output is no terminal."""
     out = command_output()
     if not out.isatty():
         return None

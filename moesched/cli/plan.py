@@ -59,8 +59,8 @@ def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) 
 
     All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes (MoE-Lightning,
     section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: all layers of the best
-    policies, and of others if that is quick. Of the rest a few layers are simulated; these are marked as estimates and
-    listed below, unranked. Neither the weights nor the machine are needed.
+    policies, and of others if that is quick. Of the rest only a few layers are simulated; their figures are marked as
+    estimates, and listed below the ranking. Neither the weights nor the machine are needed.
 
     --for throughput maximises generated tokens per second of a batch, prefill included. The others are for one request
     of the workload's average length: --for latency minimises the time of a decode step, and --for interactive the time

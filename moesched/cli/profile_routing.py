@@ -195,7 +195,7 @@ def _require_endings(given: ProfileArguments) -> None:
 
 
 def _require_tokens(trace: RoutingTrace | None, out: Sequence[Path]) -> None:
-    """Check that there is a trace if an output file is to have the experts of every token (.npz), and not only counts.
+    """Check that there is a routing trace if an output file (.npz) needs the experts of every token.
 
     Args:
         trace: the routing trace; None if only a profile is known.

@@ -67,7 +67,8 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
 def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
     """Print the changes that would save the most time, each with its gain and the command that simulates it.
 
-    trace: path of the run's trace, for the commands; None for a placeholder.
+    Args:
+        trace: path of the run's trace, for the commands; None for a placeholder.
     """
     if not helps:
         return
@@ -164,7 +165,8 @@ def _repeated(report: JobReport) -> str:
 def _cores(cores: Mapping[str, int]) -> str:
     """Return a sentence on the host's threads: those for kernels and for copies, and the cores left to issuing tasks.
 
-    cores: number of cores for "kernels", "copies" and "issuing".
+    Args:
+        cores: number of cores for "kernels", "copies" and "issuing".
     """
     kernels, copies, issuing = (cores[name] for name in ("kernels", "copies", "issuing"))
     return (
@@ -176,7 +178,8 @@ def _cores(cores: Mapping[str, int]) -> str:
 def _kernels(kernels: Mapping[str, Sequence[str]]) -> str:
     """Return a line of text with the kernels that ran, each with its operations.
 
-    kernels: names of kernels, by operation.
+    Args:
+        kernels: names of kernels, by operation.
     """
     operations: dict[str, list[str]] = {}
     for operation, names in kernels.items():
@@ -258,7 +261,8 @@ def _process(process: ProcessBytes) -> str:
 def _kv_cache(on_gpu: float) -> str:
     """Return words for the place of the KV cache: accelerator, host, or both.
 
-    on_gpu: share of the KV cache on the accelerator, in (micro-batch, layer) pairs, from 0 to 1.
+    Args:
+        on_gpu: share of the (micro-batch, layer) pairs whose KV cache is on the accelerator, from 0 to 1.
     """
     if 0 < on_gpu < 1:
         return f"{on_gpu:.0%} of the KV cache on the accelerator, the rest on the host"

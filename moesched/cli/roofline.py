@@ -77,7 +77,7 @@ def _levels(report: RooflineReport) -> Iterator[list[str]]:
 
 
 def _rates(each: Computation) -> list[str]:
-    """Return a computation's rate and bottleneck, with fetched data and in place ("-" where nothing computes)."""
+    """Return a computation's rate and bottleneck on fetched data, then in place ("-" if nothing computes there)."""
     here = ["-", "-"]
     if each.in_place is not None:
         here = [format_flops(each.in_place.performance), each.in_place.by]

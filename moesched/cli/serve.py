@@ -32,8 +32,8 @@ def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> in
     """Serve a model to many users at once, by OpenAI's API and with a chat in the browser.
 
     Without --policy, the planner chooses the one with the most predicted tokens per second for as many requests at
-    once as the options say. The server prints its address once the weights are loaded. Ctrl-C or SIGTERM: no more
-    requests are taken, those that run end, and so does the server, with exit code 0; a second one ends it at once.
+    once as the options say. The server prints its address once the weights are loaded. After Ctrl-C or SIGTERM it takes
+    no more requests, completes those that it has, and ends with exit code 0; a second signal ends it at once.
     """
     import msgspec
 
@@ -66,7 +66,8 @@ def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> in
 def tell_closing(answers: int) -> None:
     """Tell the user that the server is closing; do nothing if `answers` is 0.
 
-    answers: number of answers that the server still waits for.
+    Args:
+        answers: number of answers that the server still waits for.
     """
     if answers:
         tell(f"no more requests are taken; answers to come: {answers}; a second signal ends them at once")

@@ -73,7 +73,7 @@ def sweep(
     """Simulate all combinations of policies, machines, models, workloads and settings, on all cores.
 
     Each option of `simulate` takes several values here, with commas between them. They can also stand in a TOML file;
-    an option then replaces the file's axis of that name. --policy all stands for all policies that ship. By default the
+    an option then replaces the file's axis of that name. --policy all stands for all shipped policies. By default the
     model is mixtral-8x7b and the workload mtbench.
 
     Each point is written as a line of --out as soon as it is done. The same command again runs only points that are
@@ -111,7 +111,7 @@ def sweep(
 
 
 def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Path:
-    """Check the options for outputs and, unless --dry-run is given, the files; returns the path of the file of results.
+    """Check the options for outputs and, unless --dry-run is given, the files; return the path of the results file.
 
     Args:
         file: the sweep's TOML file; None for none.
@@ -146,7 +146,7 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
 
 
 def _tell_axes(prepared: Prepared, json: bool) -> int:
-    """Print the number of simulations and the values of each axis, for --dry-run; returns exit code 0."""
+    """Print the number of simulations and the values of each axis, for --dry-run; return exit code 0."""
     axes = prepared.sweep.axes
     if json:
         print_json({"points": len(prepared.points), "axes": axes})
@@ -218,7 +218,8 @@ def _print_best(best: list[BestPolicy], *, dollars: bool) -> None:
 
     A case is a combination of values of the axes other than policy and its settings.
 
-    dollars: whether to add a column with dollars per million tokens.
+    Args:
+        dollars: whether to add a column with dollars per million tokens.
     """
     from moesched.sweeps.figures import title_of
 

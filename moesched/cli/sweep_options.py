@@ -90,7 +90,7 @@ class SweepArguments(Running, Drawing):
 
         Args:
             file: TOML file of the sweep; None for none.
-            axes: arguments of each option that is an axis, by the option's name.
+            axes: values on the command line for each option that is an axis, by the option's name.
         """
         from moesched.sweeps.axes import PRICES, Sweep, merged, read_sweep, sweep_of_options
 
@@ -98,7 +98,7 @@ class SweepArguments(Running, Drawing):
         return merged(read_sweep(file) if file else Sweep({}), sweep_of_options({**axes, **prices}))
 
     def picture(self, sweep: Sweep) -> Picture:
-        """Return the axes of the picture that --plot draws of a sweep, from --x, --y and --pareto.
+        """Return the axes of a sweep's picture, which --plot draws, from --x, --y and --pareto.
 
         Raises:
             BadInput: there is no figure or axis of that name, or the figure is dollars and no price is given.

@@ -13,7 +13,7 @@ from moesched.system.standard_output import command_output
 WIDE = 250
 """Width in characters if standard output is no terminal."""
 NAME_WIDTH = 24
-"""A column of at most this many characters is never wrapped; wider ones are prose unless they are figures."""
+"""A column of at most this many characters is never wrapped; a wider one counts as prose unless it holds figures."""
 PROSE_WIDTH = 18
 """The least width to which a column of prose is wrapped."""
 GAP = 2

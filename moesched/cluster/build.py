@@ -40,7 +40,7 @@ def library_refusal(device: str, one: Mapping[str, str], other: Mapping[str, str
     """Return the reason to refuse a node whose library differs from that of another node; None to admit the node.
 
     Args:
-        device: name of the run's device, by which the versions of torch or of mlx are compared.
+        device: name of the run's device; versions of mlx are compared for the device `mlx`, of torch for all others.
         one: build of the node.
         other: build of a node that has joined.
         who: name of that other node, for the message.

@@ -11,7 +11,7 @@ from bisect import bisect_right
 import msgspec
 
 WINDOW_NANOSECONDS = 5 * 10**9
-"""Length of a window, whose shortest round trip gives its offset: by drift, offsets change by 0.25 ms in this time."""
+"""Length of a window; its shortest round trip gives its offset. Drift changes offsets by up to 0.25 ms in a window."""
 
 
 class ClockOffset(msgspec.Struct, frozen=True):

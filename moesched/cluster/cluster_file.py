@@ -49,7 +49,7 @@ class LauncherAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The launcher's address and public key.
 
     Attributes:
-        port: the port that the launcher listens on; 0 takes a free one, if the launcher starts all nodes.
+        port: the port that the launcher listens on; 0 for a free one, which only `run_local` can use.
         key: the launcher's public key, by which nodes recognise it.
     """
 
@@ -65,13 +65,13 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One node of a cluster file.
 
     Attributes:
-        address: the address at which other nodes reach this node; the launcher starts it there unless `ssh` is given.
-        port: the port on which the node listens for other nodes; 0 takes a free one.
+        address: the address at which other nodes reach this node.
+        port: the port on which the node listens for other nodes; 0 for a free one.
         memory: all memory that the node may use, in bytes or as text such as "150GB"; by default the machine's
             capacity.
         cores: the cores that the node may use; an empty list means all.
         key: the node's public key.
-        ssh: the destination for `ssh`, such as "me@mac-0"; by default the address.
+        ssh: the destination for `ssh`, by which the launcher starts the node, such as "me@mac-0"; by default `address`.
         model: the model's folder or file on the node's machine, if the path differs from the launcher's.
         command: the command that starts moesched on that machine.
         secret: the file on that machine with the node's secret key; by default the one that `moesched keygen` writes.

@@ -121,7 +121,7 @@ def run_cluster(given: ClusterFileOptions) -> ClusterReport:
 
 
 def run_with_given_ranks(**options: Any) -> ClusterReport:
-    """Generate text by `run_cluster(**options)`, but start only node 0; a program such as mpirun started the others."""
+    """Generate text like `run_cluster(**options)`, but start only node 0: mpirun or the like has started the others."""
     with scratch_folder() as folder:
         here = start_here(folder)
 

@@ -67,7 +67,7 @@ def cluster_report(
 def write_recordings(
     outputs: OutputOptions, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
 ) -> None:
-    """Write the trace and the HTML report of each batch, as `outputs` asks, with all nodes on the launcher's clock."""
+    """Write each batch's trace and HTML report to the files of `outputs`, with all times on the launcher's clock."""
     number = 0
     for sent in _by_order(launch.finished, "recording").values():
         by_rank: dict[int, list[Recording]] = {}

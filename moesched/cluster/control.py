@@ -121,7 +121,7 @@ class Control:
         """Send a message to a node; the message is dropped if the connection has ended.
 
         Raises:
-            BadInput: the message is longer than a node receives.
+            BadInput: the message is longer than a node accepts.
         """
         data = pack(self._said[peer].number(message))
         if len(data) > LONGEST:
@@ -132,7 +132,7 @@ class Control:
         self._socket.send_multipart([peer, data])
 
     def close(self) -> None:
-        """Close the channel, after up to two seconds in which peers may read the last messages."""
+        """Close the channel; wait up to two seconds until the last messages are sent."""
         self._check.close()
         self._socket.disable_monitor()
         self._ends.close()

@@ -40,7 +40,7 @@ LINGER_MILLISECONDS = 5_000
 """Milliseconds allowed for sending the last messages to the launcher."""
 
 MOST_HANG_UPS = 3
-"""Handshakes that the launcher may break off, with any key: one that was stopped for long breaks off the first."""
+"""Broken-off handshakes after which the launcher's key counts as wrong; a launcher that was paused breaks off one."""
 
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -190,7 +190,7 @@ class ControlLink:
                 heard = time.monotonic()
                 self._take(self._socket.recv())
             elif time.monotonic() - heard > self._lost_after and not self._socket.poll(_POLL_MILLISECONDS):
-                # A process that was stopped and goes on gets what was sent to it after a moment: hence the second look.
+                # A process that was paused gets the messages of that time a moment later: hence the second look.
                 self._inbox.put(None)
                 self._on_gone()
                 heard = float("inf")

@@ -35,7 +35,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def listening_at(address: str) -> str:
-    """Return the interface to listen on for peers that connect to `address`: the address, or `ANY` (all) for a name.
+    """Return the interface to listen on for peers that connect to `address`: itself if it is an IP address, else `ANY`.
 
     A machine often resolves its own name to another address than its peers do.
     """

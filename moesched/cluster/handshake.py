@@ -1,4 +1,4 @@
-"""Checks a node that asks to join: version, rank, key and model must match the launcher's."""
+"""Checks a node that asks to join: its version, rank, key and model must be those that the launcher expects."""
 
 from __future__ import annotations
 

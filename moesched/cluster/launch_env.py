@@ -19,13 +19,13 @@ _NAMES = (
     ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
     ("MLX_RANK", ("MLX_HOSTFILE", "MLX_IBV_DEVICES")),
 )
-"""By name of a variable with the rank, variables of which one tells the number of processes.
+"""For each variable that holds the rank, the variables of which one gives the number of processes.
 
 `mlx.launch` sets MLX_HOSTFILE with its backend ring, and MLX_IBV_DEVICES with jaccl.
 """
 
 _LISTS = {"MLX_HOSTFILE": "a list of hosts", "MLX_IBV_DEVICES": "a list of each rank's devices"}
-"""Variables that name a JSON file with one entry per process, with words for the file."""
+"""Variables that name a JSON file with one entry per process, and descriptions of the file for error messages."""
 
 
 def rank_given(environment: Mapping[str, str], nodes: int) -> int | None:

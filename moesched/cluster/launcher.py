@@ -1,8 +1,8 @@
 """The launcher of a cluster: sends orders to the nodes, collects their results, and recovers from lost nodes.
 
-An order asks nodes to generate tokens for prompts. An epoch is a time in which the same nodes, its members, carry out
-orders together. The loss of a node ends the epoch. If the other nodes hold all experts, they go on in a new epoch from
-the tokens so far.
+An order asks nodes to generate tokens for prompts. An epoch is a period in which the same nodes (its members) carry out
+orders together. The loss of a node ends the epoch. If the remaining nodes hold all experts, they continue from the
+tokens so far in a new epoch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GLANCE_SECONDS = 0.02
 PARTING_SECONDS = 60.0
 """Seconds that responsive nodes have to end their tasks and send results when an epoch ends early."""
 NOTICE_SECONDS = 5.0
-"""Seconds in which the launcher should notice the loss of a node that another node reports as lost."""
+"""Seconds that the launcher waits to notice the loss of a node itself, after another node has reported the loss."""
 
 
 class Finished(msgspec.Struct):
@@ -67,7 +67,7 @@ class Launch:
         roster: the nodes.
         log: the prompts; tokens are added as they arrive.
         sizes: the requested batch sizes.
-        on_loading: called with the number of resident pages that are loaded on all nodes, and with their total.
+        on_loading: called with the number of loaded resident pages, and of all resident pages, summed over the nodes.
         on_tokens: called with new tokens, by request.
 
     Attributes:
@@ -95,7 +95,7 @@ class Launch:
         self._order = -1
         self._begun = False
         self._counted = 0
-        """Number of messages with tokens of the current order whose tokens are in `log`."""
+        """Number of `Tokens` messages of the current order that have been added to `log`."""
         self._held: dict[int, frozenset[int]] = {}
         """Experts that each node holds in the latest placement, by rank."""
         self._gone: Node | None = None
@@ -282,7 +282,7 @@ class Launch:
             case Loaded():
                 node.loaded = True
                 if all(each.loaded for each in self._roster.members):
-                    # Not before: none waits in an exchange for one whose disk is slower.
+                    # Exchanges begin only now, so that no node waits in one for a node with a slower disk.
                     for each in self._roster.members:
                         self._roster.say(each, AllLoaded(epoch=self.epoch, order=self._order))
             case Tokens():

@@ -1,4 +1,4 @@
-"""Manages the processes of a cluster's nodes, which the launcher starts here or over ssh, or another program starts."""
+"""Manages the processes of a cluster's nodes. The launcher starts them here or over ssh, or another program does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,12 @@ Start = Callable[[Host, Sequence[str]], Process]
 
 
 class LocalProcess:
-    """A node as a child process, which ends with this one; Ctrl-C does not reach it, as it has a session of its own."""
+    """A node's process, as a child that ends with this process; it has its own session, so Ctrl-C does not reach it.
+
+    Args:
+        command: the command that starts the node.
+        errors: the file for the node's standard error; None if it is not kept.
+    """
 
     watched = True
 

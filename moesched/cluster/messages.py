@@ -50,7 +50,7 @@ class AboutOrder(Numbered, frozen=True, kw_only=True):
     """Base of messages about an order: a request to nodes to generate tokens for prompts.
 
     Attributes:
-        epoch: number of the order's epoch, a time in which the same nodes carry out orders together.
+        epoch: number of the order's epoch, a period in which the same nodes carry out orders together.
         order: number of the order.
     """
 
@@ -83,13 +83,13 @@ class Serials:
 
 
 class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown_fields=False):
-    """Message of a node that asks to join; those of other versions can be read, too, and are refused with a reason.
+    """A node's request to join; requests of other protocol versions can be read, too, and are refused with a reason.
 
     Attributes:
         protocol: version of these messages.
         version: version of moesched.
         rank: the node's rank in the cluster file.
-        model: hash of the model's configuration and of its tensors' names, shapes and places on the node's machine.
+        model: hash of the model's configuration, tensors and files on the node's machine, from `handshake.fingerprint`.
         epoch: the last epoch that the node took part in; -1 for none.
         process: the node's process id.
         build: the node's processor, system and libraries, by key.
@@ -117,12 +117,12 @@ class Pong(Numbered, frozen=True, kw_only=True):
 
 
 class Prepared(AboutOrder, frozen=True, kw_only=True):
-    """Message of a node that it has opened its device and planned the `Order`.
+    """A node's report that it has opened its device and planned the `Order`.
 
     Attributes:
         port: the port that the node's transport will listen on.
         sizes: the largest batch sizes that fit into the node's memory.
-        placement: experts of each node, by the node's policy; equal on all nodes.
+        placement: the experts that each node holds, as this node's policy places them; equal on all nodes.
     """
 
     port: int
@@ -131,7 +131,7 @@ class Prepared(AboutOrder, frozen=True, kw_only=True):
 
 
 class Loading(Numbered, frozen=True, kw_only=True):
-    """Message of a node about its loading: the numbers of resident pages that are loaded, and of all resident pages."""
+    """A node's report on loading: the number of resident pages loaded so far, and of all resident pages."""
 
     epoch: int
     done: int
@@ -139,14 +139,14 @@ class Loading(Numbered, frozen=True, kw_only=True):
 
 
 class Loaded(AboutOrder, frozen=True, kw_only=True):
-    """Message of a node that its resident weights are loaded, so that it is ready to exchange data with other nodes."""
+    """A node's report that its resident weights are loaded, so that it can exchange data with other nodes."""
 
 
 class Tokens(AboutOrder, frozen=True, kw_only=True):
-    """Message of a node with new tokens of some requests.
+    """New tokens of some requests, sent by a node; all nodes send equal tokens.
 
     Attributes:
-        place: index of this message among the node's messages with tokens of the order; all nodes send equal tokens.
+        place: index of this message among the `Tokens` messages that the node sends for the order.
         tokens: new tokens by request.
         ended: requests that end with these tokens, even without a stop token.
         seconds: time since the previous tokens.
@@ -161,7 +161,7 @@ class Tokens(AboutOrder, frozen=True, kw_only=True):
 
 
 class Piece(AboutOrder, frozen=True, kw_only=True):
-    """Message of a node with a piece of a report or a recording.
+    """A piece of a report or a recording, sent by a node.
 
     Attributes:
         what: "report" or "recording".
@@ -174,7 +174,7 @@ class Piece(AboutOrder, frozen=True, kw_only=True):
 
 
 class Done(AboutOrder, frozen=True, kw_only=True):
-    """Message of a node that it has ended an `Order`.
+    """A node's report that it has ended an `Order`.
 
     Attributes:
         digest: hash of all tokens of the order; equal on all nodes.
@@ -186,11 +186,11 @@ class Done(AboutOrder, frozen=True, kw_only=True):
 
 
 class Failed(AboutOrder, frozen=True, kw_only=True):
-    """Message of a node that it cannot carry out an `Order`.
+    """A node's report that it cannot carry out an `Order`.
 
     Attributes:
         kind: "input" for invalid input, "lost" if other nodes did not take part, "stopped" if the launcher ended the
-            epoch.
+            epoch; else "other".
         message: the reason, in one line.
         gone: the ranks that the node cannot reach any more.
     """
@@ -218,7 +218,7 @@ class Welcome(Numbered, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Message of the launcher that it refuses a node; the node then ends."""
+    """The launcher's refusal of a node, with the reason; the node then ends."""
 
     reason: str
 
@@ -230,10 +230,10 @@ class Ping(Numbered, frozen=True, kw_only=True):
 
 
 class Order(AboutOrder, frozen=True, kw_only=True):
-    """Message of the launcher with prompts to generate tokens for.
+    """The launcher's request to generate tokens for prompts.
 
     Attributes:
-        members: ranks of the nodes that take part, ascending; a node's index in this list is its number in the plan.
+        members: ranks of the nodes that take part, ascending; a node's index in this list is its number in plans.
         first_request: index of the first prompt in the run's prompts.
         prompts: token ids of each prompt, including tokens generated so far.
         new_tokens: the largest number of tokens to generate for each prompt.
@@ -257,18 +257,18 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(AboutOrder, frozen=True, kw_only=True):
-    """Message of the launcher that all members are prepared: they carry out the `Order`, with these batch sizes."""
+    """The launcher's message that all members are prepared; they then carry out the `Order` with these batch sizes."""
 
     members: list[Member]
     sizes: SizeOptions
 
 
 class AllLoaded(AboutOrder, frozen=True, kw_only=True):
-    """Message of the launcher that all members have loaded their weights, so that they may exchange data."""
+    """The launcher's message that all members have loaded their weights, so that they may exchange data."""
 
 
 class Stop(Numbered, frozen=True, kw_only=True):
-    """Message of the launcher that ends an epoch.
+    """The launcher's message that an epoch ends.
 
     A node then abandons the current step, keeps its weights, and waits for an `Order` of a later epoch.
     """
@@ -278,7 +278,7 @@ class Stop(Numbered, frozen=True, kw_only=True):
 
 
 class Quit(Numbered, frozen=True, kw_only=True):
-    """Message of the launcher that the run is over; the node then ends."""
+    """The launcher's message that the run is over; the node then ends."""
 
 
 NodeSays = JoinRequest | Pong | Prepared | Loading | Loaded | Tokens | Piece | Done | Failed

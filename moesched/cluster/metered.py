@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class Metered:
-    """Wraps a transport so that its first exchange waits until all nodes are ready for theirs.
+    """Wraps a transport so that a node's first exchange waits until all nodes are ready to exchange.
 
     The time limit of exchanges then does not count the loading of weights, which takes longer on a slow disk.
 
     Args:
-        on_loaded: called before the first exchange, which then waits until `begin` is called.
+        on_loaded: called just before the first exchange, which then waits until `begin` is called.
 
     Attributes:
         waited: seconds spent in exchanges so far.
@@ -40,19 +40,19 @@ class Metered:
         self._begun = threading.Event()
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """Return, on every rank, the sum of all ranks' `part`s in `exchange`; `rank` is the number of this rank."""
+        """Return, on every rank, the sum of all ranks' `part`s in `exchange`; `rank` is the rank of this node."""
         return self._measured(lambda: self._transport.all_reduce(rank, exchange, part))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """Return, on every rank, the array that the rank `root` passes (others: None); `rank` is this rank's number."""
+        """Return, on every rank, the array of the rank `root`; others pass None. `rank` is the rank of this node."""
         return self._measured(lambda: self._transport.broadcast(rank, exchange, array, root))
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """Return all ranks' `part`s on the rank `root`, None on the other ranks; `rank` is the number of this rank."""
+        """Return all ranks' `part`s on the rank `root`, None on the other ranks; `rank` is the rank of this node."""
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """End an exchange on the ranks that wait for `rank`, with an error that has the reason, if they can hear it."""
+        """End an exchange on the ranks that wait for `rank`, with an error that has the reason, if that is possible."""
         if isinstance(self._transport, Abandons):
             self._transport.abandon(rank, exchange, reason)
 

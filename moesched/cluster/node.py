@@ -59,7 +59,7 @@ def run_node(
         patience: seconds to wait for the launcher's answer.
 
     Raises:
-        BadInput: the launcher refuses the node, or an order cannot be carried out here, which the launcher learns.
+        BadInput: the launcher refuses the node, or an order cannot be carried out here; the launcher is told why.
         LauncherGone: the launcher is silent.
     """
     if not 0 < patience <= MOST_PATIENCE:
@@ -206,7 +206,7 @@ class _Node:
         )
 
     def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Report new tokens, by request (`fresh`), and the requests that ended; TransportError if the epoch is over."""
+        """Report new tokens by request, and the requests that ended; raise TransportError if the epoch is over."""
         if self._transport is None or self._is_stopped:
             raise TransportError(LET_GO)
         self._reports.tokens(fresh, ended, self._transport.waited)
@@ -226,7 +226,7 @@ class _Node:
             self._exchanges.stop(said.epoch, said.reason)
 
     def _leave(self) -> None:
-        """Abandon the current step, as the launcher is gone; kill this process if it outlives `GRACE_SECONDS`."""
+        """Abandon the current step, as the launcher is gone; kill this process if it runs for `GRACE_SECONDS` more."""
         timer = threading.Timer(GRACE_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()
@@ -234,7 +234,7 @@ class _Node:
 
 
 def _told(error: Exception) -> MoeschedError:
-    """Return the error that the launcher is told of: of a policy's error, one that names its line."""
+    """Return the error to report to the launcher; for an error of the policy, it names the policy's line."""
     if is_policys(error):
         return MoeschedError(explained(error)[0])
     return error if isinstance(error, MoeschedError) else MoeschedError(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """A node's transport during an epoch, which the control link's thread may stop at any time.
 
-An epoch is a time in which the same nodes, its members, run a model together.
+An epoch is a period in which the same nodes (its members) run a model together.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class NodeExchanges:
             node: this node's index among the members.
             port: the port to listen on.
             lost_after: seconds of silence after which a member counts as lost.
-            on_loaded: called before the first exchange, when this node has its weights; the exchange then waits for the
-                launcher to let all nodes begin (`NodeExchanges.begin`).
+            on_loaded: called just before the first exchange, when this node has its weights; the exchange then waits
+                until `begin` is called.
 
         Raises:
             BadInput: the transport cannot be opened here.

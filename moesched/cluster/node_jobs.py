@@ -44,7 +44,7 @@ from moesched.tasks import Task
 from moesched.trace import Recording
 
 LONG_PROMPTS = 512
-"""From this many prompt tokens in a micro-batch on, prefill in two chunks is faster: by a predicted quarter."""
+"""Least prompt tokens in a micro-batch for prefill in two chunks, which is then faster by a predicted quarter."""
 
 
 class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
@@ -58,7 +58,7 @@ class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
 
 
 class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The launcher's request to all nodes to generate tokens for prompts, as one node carries it out.
+    """One node's view of an order, which is the launcher's request to all nodes to generate tokens for prompts.
 
     Attributes:
         nodes: number of nodes that take part.
@@ -87,7 +87,7 @@ class NodeBatch:
 
 
 OnTokens = Callable[[dict[int, list[int]], list[int]], object]
-"""Callback: new tokens by request, and the requests that end with them; a request is an index in the run's prompts."""
+"""Callback; takes new tokens by request, and the requests that end with them. A request is its index in the run."""
 
 
 class NodeJob:
@@ -120,7 +120,7 @@ class NodeJob:
         self._make: Callable[[], Policy] = partial(
             cls, **check_settings(cls, f"policy {run.policy}", run.settings or {})
         )
-        # Its costs may be those of another number of cores; they are not used, since no sizes are planned here.
+        # The profile's costs may be for another number of cores. They are not used: sizes are chosen by memory only.
         machine = find_machine(run.machine, run.device, foreign=True)
         budgets = run.budgets or {}
         if memory is not None and PROCESS not in budgets:
@@ -142,7 +142,7 @@ class NodeJob:
         )
 
     def prepare(self, node_order: NodeOrder) -> tuple[SizeOptions, list[list[int]]]:
-        """Plan an order; return the largest batch sizes that fit, with fixed sizes kept, and each node's experts.
+        """Plan an order; return the largest batch sizes that fit (fixed sizes are kept), and each node's experts.
 
         Raises:
             BadInput: not even one request fits; the message names the memory and the missing bytes.
@@ -160,7 +160,7 @@ class NodeJob:
         raise problem
 
     def run(self, node_order: NodeOrder, transport: Transport) -> Iterator[NodeBatch]:
-        """Run an order's batches, whose sizes are all fixed, and yield each result; the last may be a failure.
+        """Run an order whose batch sizes are all fixed; yield the result of each batch. The last may be a failure.
 
         Args:
             transport: connects this node to the others.

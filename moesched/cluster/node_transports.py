@@ -49,9 +49,12 @@ def meet(
     """Open a node's transport to the other members of an epoch.
 
     Args:
+        transport: name of the transport.
+        members: the nodes that take part in the epoch.
         rank: the node's index among the members.
         secret: the node's secret key.
         listen: the address to listen at, for a transport that meets by addresses.
+        epoch: number of the epoch.
         lost_after: seconds of silence after which a node counts as lost.
     """
     cls = plugins.find("transports", transport)

@@ -36,7 +36,7 @@ _log = Log(__name__)
 
 PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0
-"""Seconds of silence, at least, after which a node that opens its device counts as lost."""
+"""Least seconds of silence after which a node counts as lost while it opens its device."""
 ENDING_SECONDS = 5.0
 """Seconds from the end of a node's process or connection until the node counts as lost."""
 LEAVING_SECONDS = 0.3
@@ -126,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """Functions by rank: each takes a time of the node's clock and returns the nanoseconds by which it is ahead."""
+        """For each rank, a function from a time on the node's clock to the nanoseconds by which that clock is ahead."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property
@@ -152,7 +152,7 @@ class Roster:
             if node is None:
                 if not isinstance(
                     message, Pong
-                ):  # a node that was stopped and goes on answers all pings at once
+                ):  # a node that was paused answers all pings at once when it goes on
                     _log.warning(
                         "dropped a message of a node that has not joined, or is lost", peer=heard.address
                     )

@@ -11,8 +11,8 @@ class Remainder(NamedTuple):
 
     Attributes:
         first_request: index of the first request in the run's prompts.
-        prompts: token ids of each request: its prompt and its tokens so far.
-        new_tokens: the most new tokens for each request.
+        prompts: token ids of each request: its prompt, then its tokens so far.
+        new_tokens: the largest number of new tokens for each request.
     """
 
     first_request: int
@@ -24,8 +24,9 @@ class TokenLog:
     """The requests of a run and their tokens.
 
     Args:
-        new_tokens: the most new tokens of each request.
-        stop_tokens: tokens that end a request; they stay in its tokens.
+        prompts: token ids of each request's prompt.
+        new_tokens: the largest number of new tokens for each request.
+        stop_tokens: tokens that end a request; a request's stop token is kept among its tokens.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class AdaptiveReplacement:
 
     def __init__(self) -> None:
         self._parts: tuple[OrderedDict[int, int], ...] = (OrderedDict(), OrderedDict())
-        """Ids of pages used in one step, and of those used in several, each with the step in which the page came."""
+        """The lists of pages used in one step, and in several: the step in which each page came, by the page's id."""
         self._lost: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
         self._target = 0.0
         """Target number of cached pages that were used in one step only."""

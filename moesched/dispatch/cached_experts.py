@@ -1,4 +1,4 @@
-"""Bookkeeping of a cache of experts whose evictions a rule decides."""
+"""Bookkeeping of a cache of experts; an eviction rule decides which expert leaves."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class TakesPreviews(Protocol):
 class CachedExperts:
     """The set of experts in a cache; an eviction rule decides which expert leaves when the cache is full.
 
-    This class only does the bookkeeping; the memory is an `ExpertPool`. The rule gets the first page of an expert for
-    the whole expert. Its method `used` is called for every chosen expert, even if the expert is not in the cache or
-    runs on the host: once per layer and step, with the number of tokens of all micro-batches together.
+    This class only does the bookkeeping; the memory is an `ExpertPool`. The rule is given the first page of an expert
+    in place of the whole expert. The rule's method `used` is called for every chosen expert, even if the expert is not
+    in the cache or runs on the host: once per layer and step, with the number of tokens of all micro-batches together.
 
     Args:
         layout: the pages of the model.

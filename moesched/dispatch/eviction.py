@@ -55,12 +55,12 @@ class LowestRank(ABC):
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, ...], int, Page]] = []
-        """(rank, id, page) of pages that came; ranks may be outdated, evicted pages are removed when they come up."""
+        """(rank, id, page) of each page that came. Ranks may be outdated; evicted pages are removed at the top only."""
         self._in_heap: set[int] = set()
 
     @abstractmethod
     def rank(self, page: Page) -> tuple[int, ...]:
-        """Return the page's rank, a tuple of integers; the lowest tuple is evicted first, and all have equal length."""
+        """Return the page's rank, a tuple of integers of fixed length; the page with the lowest is evicted first."""
 
     @abstractmethod
     def used(self, page: Page, step: int, tokens: int) -> None:
@@ -118,8 +118,8 @@ class LeastFrequentlyUsed(LowestRank):
 class LeastRecentStep(LowestRank):
     """Eviction rule: evict the page whose last use was in the earliest step.
 
-    Among pages last used in the same step, the one that the fewest tokens have used is evicted. Layers run in a fixed
-    order, so plain LRU would evict the pages of the next layers, whose last use is the longest ago.
+    Among pages last used in the same step, the one that the fewest tokens have used is evicted. Plain LRU would evict
+    the pages of the next layers: layers run in a fixed order, so these pages have not been used for the longest time.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,8 @@ class LowestScore:
     """Eviction rule: evict the page of the expert whose average router score is the lowest.
 
     The policy passes the router scores of a layer's experts to `scored`, which updates a moving average for each
-    expert. It begins with the first scores, as a rule those of the prompts, so that single tokens change it little.
+    expert. An average starts at the expert's first score, usually that of the prompts, so single tokens change it
+    little.
     HybriMoE (Zhong et al. 2025, arXiv 2504.05897) averages only the scores of the likeliest experts of each
     token; here all experts have scores (see `Plan.request_scores`). Pages without a score, such as dense ones, are
     evicted first.

@@ -28,8 +28,8 @@ class ExpertLatencies:
         cost: cost model that gives the latencies; None for the machine's calibration or, without one, its roofline.
 
     Attributes:
-        transfer: seconds to move one expert's weights to the accelerator (`trans_lat` in the paper): from the host's
-            memory, where experts lie that the host may run; if both share a memory, from where all weights are kept.
+        transfer: seconds to move one expert's weights from the host's memory to the accelerator (`trans_lat` in the
+            paper). If host and accelerator share a memory, the weights come from the memory where all are kept.
         at_host: function from a number of tokens to the seconds of one expert on the host (`cpu_lat`).
         at_accelerator: function from a number of tokens to the seconds of one expert on the accelerator, whose memory
             has the expert's weights (`gpu_lat`).
@@ -82,8 +82,8 @@ class ExpertLatencies:
     def side_by_side(self, tokens: int) -> tuple[float, float]:
         """Return the speeds of an expert on the host and of a transfer of weights while both run.
 
-        The speed of running alone is 1; both speeds are lower where expert and transfer share the bandwidth of host
-        memory.
+        The speed of running alone is 1. Both speeds are lower if the expert and the transfer share the bandwidth of
+        host memory.
 
         tokens: number of tokens of the expert, which is rounded up to a power of two.
 

@@ -25,7 +25,7 @@ Strategy = Literal["popular", "worst", "random", "front", "balanced"]
 
 
 def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Expert]:
-    """Rank all experts, the one to keep first at the front; equally popular ones are spread evenly over the layers.
+    """Rank all experts: those to keep come first. Equally popular experts are spread evenly over the layers.
 
     Args:
         strategy: "popular" puts the most popular experts first; "worst" the least popular ones; "random" shuffles them

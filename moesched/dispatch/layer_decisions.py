@@ -15,9 +15,9 @@ from moesched.dispatch.layer_makespan import ChosenExperts, LayerCosts, LayerDec
 
 REMEMBERED = 4096
 Parts = tuple[int, ...]
-"""The tokens of an expert in each micro-batch that chose it, ascending."""
+"""The number of an expert's tokens in each micro-batch that chose the expert, ascending."""
 Load = Any
-"""The tokens of an expert: a number if there is one micro-batch, else `Parts`."""
+"""The number of an expert's tokens if there is one micro-batch, else `Parts`."""
 
 
 class Division(NamedTuple):
@@ -40,7 +40,7 @@ class LayerDecisions:
     """Divides the experts of a layer between host and accelerator so that the layer ends as early as possible.
 
     Args:
-        latencies: seconds of an expert on each processor, and of moving its weights.
+        latencies: seconds that an expert takes on each processor, and that moving its weights takes.
         on_host: whether the host can run experts that are not on the accelerator; otherwise these are all fetched.
         resident_on_host: whether the host can also run experts that are on the accelerator.
 
@@ -102,7 +102,7 @@ class LayerDecisions:
 
 
 class _Tokens(int):
-    """The number of an expert's tokens, which remembers the tokens of each micro-batch."""
+    """The number of an expert's tokens in all micro-batches, with the numbers for each micro-batch as `parts`."""
 
     parts: Parts
 
@@ -115,7 +115,7 @@ class _Tokens(int):
 class _InParts:
     """Latencies of an expert whose tokens belong to several micro-batches.
 
-    Each micro-batch's tokens run in a kernel of their own. Copies are taken to have equal parts of the rows.
+    Each micro-batch's tokens run in a kernel of their own. Rows are assumed to be divided equally among the copies.
     """
 
     def __init__(self, latencies: ExpertLatencies, micro_batches: int) -> None:

@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol, TypeVar
 N = TypeVar("N", int, float)
 
 FEW = 10
-"""Up to this number of experts, all choices are searched; for more, only choices by thresholds of tokens."""
+"""Largest number of experts for which all assignments are searched; for more, only those by thresholds of tokens."""
 NEAR = 1.01
-"""A choice within this factor of a lower bound of the makespan is accepted."""
+"""An assignment is accepted if its makespan is within this factor of a lower bound."""
 
 
 class LayerCosts(Protocol):
@@ -243,7 +243,7 @@ class _Thresholds:
         return self._away[away] + self._left[even] >= self._here[away]
 
     def _even(self, away: int) -> int:
-        """Return the fewest fetches with which the accelerator ends after the host; all fetches if no number is enough.
+        """Return the least number of fetches with which the accelerator ends after the host; all, if none is enough.
 
         away: number of resident experts that run on the host.
         """

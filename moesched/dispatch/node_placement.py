@@ -27,11 +27,11 @@ MOST_CASES = 50_000
 SAMPLES = 4_000
 SEARCHED_CASES = 5_000
 SEARCHED_SAMPLES = 500
-"""Limits of enumeration and sampling in the optimiser: smaller ones, since it evaluates many placements."""
+"""The same two limits for the optimiser; they are smaller, since the optimiser evaluates many placements."""
 MOST_SPREAD = 8
 """Copies of an expert are spread over at most this number of nodes."""
 EFFORT = 6_000_000
-"""Limit of the optimiser's work: it evaluates a choice of `top_k` experts by all of its subsets, and counts these."""
+"""Limit of the optimiser's work, in subsets: to evaluate a choice of `top_k` experts, it visits all subsets of it."""
 ROWS_TO_READ = 64
 """Up to about this number of rows, an expert takes as long as for one row: reading its weights dominates."""
 
@@ -49,8 +49,8 @@ class Load(NamedTuple):
 def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
     """Return the experts of each node in the placement of the Apple silicon cluster paper.
 
-    Experts are cut into `parts` parts, and node n holds part n modulo `parts`. Where numbers do not divide evenly,
-    parts differ by one expert, and the first parts are on one node more than the others. `parts` is at most `nodes`.
+    Experts are cut into `parts` parts, at most as many as nodes; node n holds part n modulo `parts`. If numbers do not
+    divide evenly, parts differ by one expert, and the first parts are on one node more than the others.
     """
     parts = min(parts, nodes)
     bounds = [part * experts // parts for part in range(parts + 1)]
@@ -350,7 +350,7 @@ def _neighbours(holders: Holders) -> Iterator[Holders]:
     for one, other in combinations(sorted(set(holders)), 2):
         only_one, only_other = one & ~other, other & ~one
         for first in _bits(only_one):
-            if one != first:  # `first` gives up its copy of the one for a copy of the other
+            if one != first:  # node `first` replaces its copy of the one expert by a copy of the other
                 yield _replaced(holders, one, one ^ first, other, other | first)
             for second in _bits(only_other):
                 yield _replaced(holders, one, one ^ first | second, other, other ^ second | first)

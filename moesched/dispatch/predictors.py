@@ -116,10 +116,10 @@ class LaterRouters:
 
 
 class FollowingExperts:
-    """Predictor that expects the experts that most often followed the ones chosen in an earlier layer, counted online.
+    """Predictor that counts, during the run, which experts follow the experts that were chosen in an earlier layer.
 
-    A micro-batch's forecast has as many experts as the micro-batch chose in the last layer that it was routed in;
-    nothing is forecast before anything was counted. (ProMoE, arXiv 2410.22134, learns such a relation with small
+    It forecasts those that followed most often: for each micro-batch, as many as it chose in the last layer in which it
+    was routed; none before anything was counted. (ProMoE, arXiv 2410.22134, learns such a relation with small
     networks.)
 
     Args:

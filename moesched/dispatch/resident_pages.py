@@ -11,7 +11,7 @@ from moesched.steps.plan import Plan
 
 
 def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]:
-    """Keep as many pages as fit on the accelerator together with a buffer for the streamed pages of two layers.
+    """Keep on the accelerator as many pages as fit beside a buffer for the streamed pages of two layers.
 
     stage: pipeline stage whose layers are placed.
 
@@ -26,7 +26,7 @@ def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]
 
 
 def keep_beside_buffer(plan: Plan, slots: Callable[[int], int], stage: int = 0) -> list[list[Page]]:
-    """Keep as many pages as fit on the accelerator together with a buffer, through which the others stream.
+    """Keep on the accelerator as many pages as fit beside a buffer, through which all other pages stream.
 
     A layer's dense pages are kept before its experts. Layers stream equally many pages, give or take one, so that no
     layer waits longer for its weights than the others.

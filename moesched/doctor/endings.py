@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 60.0
 INTERRUPTED_SECONDS = 5.0
 """Seconds that a run may take to end after Ctrl-C."""
 MAPPED = 6 * 10**9
-"""Bytes that a CPU run may map in the test of running out of memory; it plans three times as many."""
+"""Bytes that a CPU run may map in the test of running out of memory; its KV cache needs three times as many."""
 NOT_TRIED_ON_MLX = (
     "is not tried on MLX: allocations pass its memory limit, and filling the machine would harm others"
 )

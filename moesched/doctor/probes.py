@@ -25,7 +25,7 @@ LEAST_FREE = 10**9
 LOCKED_WANTED = 2**30
 """Bytes of page-locked buffers that a run of a large model uses."""
 COARSEST_STEP = 10_000
-"""The largest good step of a clock, in nanoseconds; short kernels take ten times as long."""
+"""The largest acceptable step of a clock, in nanoseconds; short kernels take ten times as long."""
 
 X86_SETS = {
     "amx_bf16": {"amx_bf16", "amx_int8", "amx_tile", "avx512_bf16"},

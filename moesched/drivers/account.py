@@ -57,8 +57,8 @@ class Account:
         Args:
             task: the submitted task; its `deps` are the ids of the tasks that the engine has it wait for.
             inputs: the tasks whose results `task` needs.
-            expected: ids of the tasks that `task` has to wait for, by the blocks that it reads and writes and by
-                `after`.
+            expected: ids of the tasks that `task` has to wait for, because of the blocks that it reads and writes or
+                because of `after`.
             by_hand: number of ids at the end of `task.deps` that come from `after` and not from blocks.
         """
         deps = set(task.deps)
@@ -164,7 +164,7 @@ class Account:
                 self.broken.append(problem)
 
     def _compare(self, task: Task) -> None:
-        """Check that the engine may move a task from the state last seen to the task's current state, a new one."""
+        """Check that a task may move from the state that was last seen here to its present, different state."""
         before, after = self._known[task.id], task.state
         self._known[task.id] = after
         moves = JOIN_MOVES if isinstance(task, Join) else MOVES
@@ -246,8 +246,8 @@ class _LaneAccount:
 
         Args:
             call: number of the engine's call.
-            just_ended: whether a task of this lane ended in the call, so that tasks made ready by the call compete,
-                too.
+            just_ended: whether a task of this lane ended in the call; then tasks that became ready in the call compete
+                for the lane, too.
         """
         wrong = []
         for task in self.fresh:
@@ -257,7 +257,7 @@ class _LaneAccount:
         return wrong
 
     def problem(self) -> str | None:
-        """Return the rule that the lane breaks after a call of the engine, as a line of text; None if none."""
+        """Return the rule that the lane breaks after a call of the engine, as a line of text; None if it keeps all."""
         lane = self.lane
         if lane.running is not self.running:
             return f"lane {lane.name} runs {lane.running!r}, but {self.running!r} holds it"

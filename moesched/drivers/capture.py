@@ -73,7 +73,7 @@ class CapturingEngine(Engine):
         return tasks
 
     def forget(self) -> None:
-        """Drop references between tasks: garbage collection is off, and captured tasks never settle."""
+        """Drop the references between captured tasks, which never settle and which no garbage collection frees."""
         super().forget()
         for task in self._tasks:
             task.followers = task.operands = None
@@ -113,11 +113,12 @@ class StepGraph:
         first: id of the first task.
         lanes: for each task, the index of its lane among the run's lanes; -1 for a join, which has no lane.
         samples: positions of the `sample` tasks.
-        final: positions of the tasks whose ends are the step's end: the `samples`; in loading, all tasks.
+        final: positions of the tasks that must have ended for the step to end: the `samples`; in loading, all tasks.
         by_lane: for each lane, the positions of its tasks.
-        starts_on: like `lanes`, but -2 - lane for a collective, which starts after the other tasks due at that time.
+        starts_on: like `lanes`, but -2 minus the lane's index for a collective. Of the tasks that may start at the same
+            time, collectives start last.
         classes: for each task, its priority class, shifted to the high bits of the key that orders tasks.
-        edges: for each task, the distances back in program order, in tasks, to the tasks that it waits for.
+        edges: for each task, the distances back to the tasks that it waits for, counted in tasks of program order.
         waits: for each task, the number of its edges from tasks of this step.
         roots: positions of the tasks without edges from tasks of this step.
         later: for each task, the distances forward to the tasks of this step that wait for it.
@@ -204,7 +205,7 @@ def capture(run_state: RunState, policy: Policy) -> list[StepGraph]:
     """Capture the graphs of a whole run: of loading, of prefill, then of each decode step.
 
     Once two steps in a row have the same graph, the steps after them, except for the last one, are taken to be equal,
-    and are not captured. The policy must have changed none of its attributes, nor read the step's number.
+    and are not captured; but only if the policy changed none of its attributes, and did not read the step's number.
 
     Raises:
         NotFixed: the policy's steps may differ: it awaited a handle, has an eviction rule, or declares a state of its
@@ -295,7 +296,7 @@ class Edges:
         return edges
 
     def _forget_below(self, number: int) -> None:
-        """Drop the words of the kept sets before the word with the bit of the task `number`."""
+        """Have the kept sets begin with the word that has the bit of the task `number`; drop or add words before it."""
         lowest = number // WORD * WORD
         by = (lowest - self._lowest) // WORD
         if by:
@@ -313,7 +314,7 @@ class Edges:
 
 
 def _union(mine: int, other: int) -> int:
-    """Return the union of two words. Equal ones stay one object: most sets of tasks differ in their last words only."""
+    """Return the union of two words; if it equals one of them, that very object, so that sets share most words."""
     if mine is other or not other:
         return mine
     both = mine | other

@@ -1,4 +1,4 @@
-"""Times captured steps on lanes that issue in order: a task starts once all tasks that it waits for have ended."""
+"""Computes the times of captured steps on in-order lanes: a task starts once all tasks that it waits for have ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from moesched.drivers.capture import StepGraph
 def play_in_order(steps: Sequence[StepGraph], durations: Iterable[list[int]]) -> tuple[list[int], list[int]]:
     """Return the start and the end of every task, in nanoseconds.
 
-    In-order lanes make no choice: the task before on a lane is one more edge, so that no queue of events is needed.
+    In-order lanes choose nothing: each task also has an edge from the task before it on its lane. So no queue of events
+    is needed.
 
     Args:
         steps: the captured steps, with edges for in-order lanes.

@@ -357,7 +357,7 @@ class StreamRunner:
     def _ended(
         self, task: Task, issued: Issued, error: BaseException | None
     ) -> tuple[Any, BaseException | None]:
-        """Set the times at which a task ran that has ended, and return its value and its error: one of them is None.
+        """Set the start and end of a task that has ended; return its value and its error, at least one of them None.
 
         The error is `error` if that is not None, else the exception that reading the times or the value raises.
         """
@@ -407,7 +407,7 @@ def _error_of_waiting(issued: Issued) -> BaseException | None:
 
 
 _END = object()
-"""The last item of a queue."""
+"""The item that ends a queue's thread."""
 
 
 class ThreadQueue:

@@ -16,7 +16,7 @@ from moesched.system.signal_origin import came_from_a_signal
 from moesched.tasks import DONE, Join, Lane, Task
 
 _NEEDS_A_LOOP = re.compile("no running event loop|'create_future'|inside a task|the parent task")
-"""Texts of the errors that asyncio raises in a policy, which no event loop runs."""
+"""Matches the errors of asyncio in a policy that uses it, since no event loop runs the policy."""
 
 
 class PolicyCoroutine:

@@ -10,7 +10,7 @@ from typing import Any
 from moesched.seams import Policy
 
 NOT_STATE = ("moesched.machines.", "moesched.models.", "moesched.steps.")
-"""Modules whose objects are compared by identity: the run changes them, and captured steps show those changes."""
+"""Modules whose objects are compared by identity only, since a run changes them; captured steps show those changes."""
 
 
 def state_of(policy: Policy) -> object:

@@ -107,9 +107,9 @@ class RealtimeDriver:
         kinds: kind of each lane ("thread", "guest", "loop", "awaitable" or "stream"), by the lane's name; by default
             "thread".
         streams: the device that runs the tasks of lanes of kind "stream"; None if there are no such lanes.
-        observers: called with each task that ran, when it ends.
-        checks: by verb, a function of a task and the value that `execute` or a stream gave for it. It returns the value
-            to keep, or raises what ends the run: the value is wrong, and no policy sees it.
+        observers: `ended` of each is called with each task that ran, when the task ends.
+        checks: by verb, a function that gets a task and the value that `execute` or a stream gave for the task. It
+            returns the value to keep; if the value is wrong, it raises an error, which ends the run.
         clock: source of times; emulated devices have clocks of their own.
     """
 

@@ -1,7 +1,7 @@
 """Collectives between the ranks of one process: each takes its lanes only when all ranks have arrived at it.
 
 Collectives form one sequence, equal on all ranks, numbered by tickets. If ranks submit different operations under one
-ticket, or a rank has ended, the collective is cancelled with an error that names them.
+ticket, or a rank has ended, the collective is cancelled with an error that gives the reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replay: computes the times of a run's tasks from captured steps, in arrays of integers, with durations for each step.
 
-They equal the virtual driver's to the nanosecond, and take less time to compute.
+These times equal those of the virtual driver to the nanosecond, and take less time to compute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReplayedRun:
     """A replayed run: start and end of every task, in nanoseconds; tasks are numbered in order of submission.
 
     Attributes:
-        steps: the captured step that each step of the run repeats; the first one is loading.
+        steps: for each step of the run, the captured step that it repeats; the first step is loading.
         works: for each step, the `Work` objects (FLOPs and bytes) that differ between steps, by (micro-batch, verb,
             kind of layer).
         starts, ends: for each task, by its number, the time at which it starts and ends.
@@ -148,7 +148,7 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
 @runtime_checkable
 class ReplayObserver(Protocol):
-    """An observer that takes a replayed run as one `ReplayedRun`, since making all its tasks would take longer."""
+    """An observer that is given a whole replayed run at once, since making objects of all tasks would take longer."""
 
     def replayed(self, run: ReplayedRun) -> None:
         """Observe the whole run; called instead of `ended` for each task."""
@@ -233,9 +233,9 @@ class _PricedSteps:
 
 
 class Player:
-    """Computes the times of captured steps' tasks on lanes, by priority or in program order, in arrays that grow.
+    """Computes the times of the tasks of captured steps, which each lane takes by priority or in program order.
 
-    Step n is submitted once all micro-batches have sampled in step n - 2, as in `Generation`.
+    As in `Generation`, step n is submitted once all micro-batches have sampled in step n - 2.
 
     Args:
         steps: the captured steps, from `capture`.

@@ -1,4 +1,7 @@
-"""Computes rates of concurrent tasks that share processors, memories, links: max-min fair, with measured slowdowns."""
+"""Computes the max-min fair rates of concurrent tasks that share processors, memories and links.
+
+Measured slowdowns of a machine, if there are any, are applied to these rates.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,8 @@ def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
 
     Args:
         others: names of the classes of work that run at the same time.
-        slowed: measured speeds by the other classes' names; if all of `others` together were not measured, the product
-            of the speeds beside each one is returned, with 1 for a class that was not measured.
+        slowed: measured speeds, by the names of the other classes joined by `at_once`. If `others` were not measured
+            together, the product of the speeds beside each of them is returned, with 1 for a class not measured.
     """
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured
@@ -75,7 +78,7 @@ class _Mix:
         rates: for each lane, the speed of its work relative to running alone.
         started: for each lane, the mixes that follow when the lane starts work, by the number of that work's kind.
         ended: for each lane, the mix that follows when its work ends; None until it is first needed.
-        slower: for each mix that may follow, the lanes whose rates change, as pairs (lane, rate here / rate there).
+        slower: for each mix that may follow, the lanes whose rates change: pairs (lane, this mix's rate / the other's).
     """
 
     __slots__ = ("ended", "kinds", "rates", "slower", "started")
@@ -91,8 +94,8 @@ class _Mix:
 class Shared:
     """Computes the ends of running tasks, which slow each other down as they share the resources of one machine.
 
-    A mix is the kind of work that runs on each lane at a time. A schedule has few mixes, so rates and their ratios are
-    computed once for each mix and then looked up.
+    A mix is the combination of the kinds of work that run at the same time, one on each lane. A schedule has few mixes,
+    so rates and their ratios are computed once for each mix and then looked up.
 
     Args:
         lanes: number of lanes.
@@ -133,7 +136,7 @@ class Shared:
     def next_end(self) -> float:
         """Return the nanoseconds at which the next task ends if no other starts before; infinity if nothing runs.
 
-        Ends are first adjusted if other tasks have started or ended since they were computed.
+        If tasks have started or ended since the ends of running tasks were computed, these ends are adjusted first.
         """
         ends, before, mix = self._ends, self._rated, self._mix
         if mix is not before:
@@ -150,7 +153,7 @@ class Shared:
         return min(ends)
 
     def end_next(self) -> int:
-        """Advance to the next end of a task; return its lane, or `IDLE` if nothing runs."""
+        """Advance `now` to when the next task ends; return that task's lane, or `IDLE` if no task runs."""
         end = self.next_end()
         if end == inf:
             return IDLE
@@ -228,7 +231,7 @@ class SharedApart:
         machine.start(own, work, longer)
 
     def end_next(self) -> int:
-        """Advance to the next end of a task; return its lane, or `IDLE` if nothing runs."""
+        """Advance `now` to when the next task ends; return that task's lane, or `IDLE` if no task runs."""
         soonest = min(self._machines, key=Shared.next_end)
         lane = soonest.end_next()
         if lane == IDLE:

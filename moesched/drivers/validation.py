@@ -72,7 +72,7 @@ def watching(run_state: RunState) -> Iterator[None]:
 
 
 class CheckedEngine(Engine):
-    """An engine that checks itself, for tests and for debugging a policy; about ten times slower.
+    """An engine that checks itself, for tests and for debugging a policy; about ten times slower than `Engine`.
 
     Attributes:
         tasks: all tasks in program order.

@@ -2,8 +2,8 @@
 
 Wiring an array means mapping and holding its memory for the accelerator. On a machine whose accelerator and host share
 one memory, weights must be wired before a kernel may read them. The driver unwires arrays that were idle for a while
-(section 3.2 of the Apple silicon cluster paper, RACS'24, which calls this driver processing). An array is always wired
-as a whole.
+(section 3.2 of the Apple silicon cluster paper, RACS'24, which calls this "driver processing"). An array is always
+wired as a whole.
 """
 
 from __future__ import annotations

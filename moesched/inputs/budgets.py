@@ -1,4 +1,4 @@
-"""Converts memory budgets of users, for a machine's memories or for the whole process, to bytes."""
+"""Converts users' memory budgets to bytes; a budget is for a memory of the machine, or for the whole process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_budgets(
         processes: number of processes on the machine, each of which gets these budgets.
 
     Raises:
-        BadInput: a budget is more than the machine has, or limits both the process and the memory that it uses.
+        BadInput: a budget is more than the machine has, or both the process and the host's memory have a budget.
     """
     budgets = {memory: parse_bytes(size) for memory, size in (given or {}).items()}
     host = machine.host.memory

@@ -1,4 +1,4 @@
-"""A model's own chat template: the Jinja template that makes one text of a conversation."""
+"""A model's own chat template: the Jinja template that turns a conversation into one text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def find_chat_template(model: Path) -> ChatTemplate | None:
     templates, the one with the name "default" is taken.
 
     Raises:
-        BadInput: a file cannot be read, or has something else in its place.
+        BadInput: a file cannot be read, or has something else in the place of the template.
     """
     return _of_gguf(model) if is_gguf(model) else _of_folder(model)
 

@@ -30,8 +30,8 @@ class WordRule(NamedTuple):
             ones left.
         composes: whether letters and their accents are first joined to one character (Unicode's NFC).
         whole_words: whether a word that is itself a token becomes that token, without regard to the merges.
-        has_first: whether encoded texts begin with the vocabulary's token for a text's start, where the file does not
-            say.
+        has_first: whether encoded texts begin with the vocabulary's begin-of-text token, if the file does not state
+            this.
     """
 
     patterns: tuple[str, ...]

@@ -91,7 +91,7 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
 
 
 def absolute_machine(machine: Machine | str) -> Machine | str:
-    """Return a machine as given, a file with its absolute path, so that it is found after a change of folder."""
+    """Return a machine as given, but a file's path as absolute, so that the file is found after a change of folder."""
     if not isinstance(machine, str) or machine in ("", "auto", *machine_names()):
         return machine
     return str(absolute_path(Path(machine)))

@@ -136,7 +136,7 @@ def encode_prompts(
 
 
 def require_prompts(prompts: object) -> None:
-    """Raise BadInput for prompts that are no list, or an empty one."""
+    """Raise BadInput if the prompts are not a list, or if the list is empty."""
     if isinstance(prompts, str):
         raise BadInput(f"prompts are {shown(prompts)}, one text: give a list of texts, [{shown(prompts)}]")
     if not isinstance(prompts, Sized) or isinstance(prompts, bytes | Mapping | Set):

@@ -68,7 +68,7 @@ class Tokenizer:
         self._path = path
         with silent(STDERR):
             self._tokenizer = self._call(load, path, "is not a tokenizer")
-            # Files keep those of the training; transformers resets them as well.
+            # Files keep the settings of the training; transformers resets them as well.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         self._in_bytes = stands_for_bytes(self._tokenizer)

@@ -38,7 +38,7 @@ from moesched.trace.recording import Roof
 
 
 class Call:
-    """One call of a session, which is a model that stays open on its devices.
+    """One call of a session; a session is a model that stays open on its devices.
 
     Args:
         job: the job, made for this call.

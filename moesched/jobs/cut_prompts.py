@@ -12,7 +12,7 @@ from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
 
 CHUNK = 1024
-"""Prompt tokens computed in one step by default, where all weights stay in memory."""
+"""Default number of prompt tokens of a step, if all weights stay in memory."""
 
 
 def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
@@ -20,7 +20,7 @@ def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
 
     Args:
         capacity: the capacity with whole prompts.
-        asked: the most prompt tokens of a step, over all requests; None for the default, `CHUNK`.
+        asked: the largest number of prompt tokens of a step, over all requests; None for the default, `CHUNK`.
     """
     each = -(-(asked or CHUNK) // capacity.places)
     return replace(capacity, chunk=min(each, capacity.prompt_tokens))
@@ -29,12 +29,12 @@ def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
 def cuts_prompts(plan: Plan, asked: int | None) -> bool:
     """Decide whether to run a plan whose prompts are cut over steps, instead of one with whole prompts.
 
-    A part of a prompt attends to the parts before it, so the whole KV cache has to be on the accelerator. Where weights
-    are streamed, they are streamed again for each part, so prompts are cut only if the user asks for it.
+    A part of a prompt attends to the parts before it, so the whole KV cache has to be on the accelerator. Streamed
+    weights are streamed again for each part, so with these, prompts are cut only if the user asks for it.
 
     Args:
-        plan: a plan of cut prompts.
-        asked: the most prompt tokens of a step, as the user gave it; None if the user gave none.
+        plan: a plan with cut prompts.
+        asked: the largest number of prompt tokens of a step, as the user gave it; None if the user gave none.
 
     Raises:
         BadInput: the user asks for cut prompts, and the plan does not allow them.

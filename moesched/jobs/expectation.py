@@ -39,7 +39,7 @@ MOST_TASKS = 40_000
 """Largest number of tasks that are simulated, which takes less than a second; further steps are extrapolated."""
 
 MOST_TASKS_OF_A_BAND = 10_000
-"""Largest number of tasks of a run that gets an uncertainty band, which takes about twenty simulations."""
+"""Largest number of tasks in a simulation for an uncertainty band, which takes about twenty simulations."""
 
 LEAST_STEPS = 8
 LEAST_TASKS_OF_A_LAYER = 3

@@ -22,7 +22,7 @@ def explained(
 
     Args:
         about: the recording's metadata: policy, model, machine, and kind of figures.
-        others: a function that finds further changes which would help, otherwise than by replays of the recording.
+        others: finds further changes that would help, by other means than replays of the recording.
     """
     if report.interrupted or report.failure is not None or not recording.slices:
         return report, None

@@ -1,4 +1,4 @@
-"""A job: batches of requests that share policy, model, machine and budgets, each of which it plans."""
+"""Jobs: a job plans batches of requests that share policy, model, machine and budgets."""
 
 from __future__ import annotations
 
@@ -127,9 +127,10 @@ class Job:
         self._measure = partial(process_of, devices.all, self.machine, ahead)
 
     def use_process(self) -> None:
-        """Measure the process that runs the plans, whose other bytes also count in its budget; predictions assume one.
+        """Determine the memory that the process takes beside plans, which also counts in the budget of the process.
 
-        Call this method before `sizes` and `plan`.
+        It is measured if `use_devices` was called; otherwise, for predictions, it is assumed. Call this method before
+        `sizes` and `plan`.
 
         Raises:
             BadInput: the budget of the process leaves nothing for plans.

@@ -22,12 +22,12 @@ from moesched.requests.batching import batches_of
 from moesched.system.memory import available_memory
 
 LEAST = 2 << 20
-"""The least bytes of a piece of memory to take early: a huge page. Taking smaller ones early saves nothing."""
+"""Bytes of the smallest piece of memory to take early: a huge page. Taking smaller pieces early saves nothing."""
 
 MOST_ROWS = 16
-"""Largest number of rows of an expert in a decode step with which weights are used as they are read.
+"""Largest number of rows of an expert in a decode step for which weights are used in the form in which they are read.
 
-With more rows, some processors use packed weights, which torch allocates.
+For more rows, some processors use packed weights, which torch allocates.
 """
 
 BESIDE = 1 << 30

@@ -78,7 +78,7 @@ class PromptsOptions(Options):
 
 
 class LimitOptions(Options):
-    """Option `max_new_tokens`: the most tokens to generate for each prompt."""
+    """Option `max_new_tokens`: the largest number of tokens to generate for each prompt."""
 
     max_new_tokens: Annotated[int, Option("Tokens to generate for each prompt, at most.", "N", ge=1)] = (
         NEW_TOKENS

@@ -91,7 +91,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         return report_html(self, self.budget_bytes, self.trace)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the report to JSON values; measured runs have tokens and text, predicted ones the simulated time."""
+        """Convert the report to JSON values, with tokens and text if it is measured, or simulated time if predicted."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = (
             "simulated_seconds",

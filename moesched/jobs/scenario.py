@@ -32,7 +32,7 @@ class Scenario(NamedTuple):
     choices: ExpertChoices | None
 
     def given_workload(self) -> Workload:
-        """The scenario's workload.
+        """Return the scenario's workload.
 
         Raises:
             BadInput: none was given.
@@ -58,7 +58,7 @@ def find_scenario(given: ScenarioOptions) -> Scenario:
 
 
 def with_network(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
-    """Return the machine with the network that connects `nodes` such machines; None for one machine.
+    """Return the machine with the network that connects `nodes` such machines; `nodes` is None for one machine.
 
     Raises:
         BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.

@@ -26,7 +26,7 @@ from moesched.system.outputs import Output
 from moesched.trace import LastSteps
 
 CONTEXT = 4096
-"""Tokens of a prompt and its answer together, at most, by default."""
+"""Default for the largest number of tokens of a prompt and its answer together."""
 
 
 class ServedModel:

@@ -14,9 +14,9 @@ from moesched.serving.admission import ADMISSIONS, Admission
 from moesched.system.near_names import with_nearest
 
 USERS = 16
-"""Requests that run together by default."""
+"""Default for the largest number of requests that run together."""
 REQUESTS = 100
-"""Requests that arrive at random, by default."""
+"""Default number of requests that arrive at random."""
 SERVING = "Requests that arrive over time"
 """Heading of options in the help."""
 
@@ -56,7 +56,7 @@ class AdmissionOptions(Options):
 
 
 class ContextOptions(Options):
-    """Option `context`: the most tokens of a request, prompt and answer together."""
+    """Option `context`: the largest number of tokens of a request, prompt and answer together."""
 
     context: Annotated[
         int | None,

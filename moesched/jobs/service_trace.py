@@ -19,7 +19,7 @@ from moesched.trace.recording import RequestSpan
 MOST_TASKS = 200_000
 """Approximate number of tasks that a server keeps for its trace: some 100 MB."""
 MOST_REQUESTS = 10_000
-"""Requests that have ended and that a server keeps for its trace."""
+"""Largest number of ended requests that a server keeps for its trace."""
 
 
 def last_steps_of(plan: Plan) -> LastSteps:
@@ -28,13 +28,13 @@ def last_steps_of(plan: Plan) -> LastSteps:
 
 
 class RequestSpans(ServingListener):
-    """Listener that keeps what a trace has of requests: their rate, and the spans of those that ended last.
+    """Listener that keeps, for a trace, the rate of generated tokens, and the spans of the requests that ended last.
 
     Args:
         listener: another listener that gets the same calls; None for none.
 
     Attributes:
-        ended: the spans, in the order of their ends.
+        ended: the requests' spans, in the order in which the requests ended.
     """
 
     def __init__(self, listener: ServingListener | None) -> None:
@@ -46,11 +46,11 @@ class RequestSpans(ServingListener):
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens of requests that ended, over the time from the end of loading to the last one; 0 without any."""
+        """All tokens of ended requests, over the time from the end of loading to the last token; 0 without tokens."""
         return self._tokens / (self._last / 1e9) if self._last else 0.0
 
     def loaded(self, serving: Serving) -> None:
-        """Keep the time at which weights were loaded, from which the times of requests count."""
+        """Keep the time at which weights were loaded, since the times of requests count from there."""
         self._loaded = serving.loaded
         self._listener.loaded(serving)
 
@@ -78,7 +78,7 @@ def write_service_trace(
 ) -> None:
     """Write the recorded tasks of a run, and its requests as spans, without those that ended before the first task.
 
-    tokens_per_second: all generated tokens over the time from the end of loading to the last one.
+    tokens_per_second: all generated tokens over the time from the end of loading to the last token.
 
     Raises:
         BadInput: the file cannot be written.

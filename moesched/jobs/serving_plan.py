@@ -29,7 +29,7 @@ from moesched.serving.capacity import Capacity, capacity_for
 from moesched.steps.plan import Plan
 
 REMEDY = "raise --budget if you gave one, lower --batch-size or --context, or choose another policy"
-"""Remedies where a server's plan does not fit."""
+"""Remedies for a server's plan that does not fit."""
 
 
 class ServingPlan(NamedTuple):
@@ -49,7 +49,7 @@ class ServingPlan(NamedTuple):
 
 
 def context_of(given: int | None, default: int, config: ModelConfig) -> int:
-    """Return the most tokens of a request, prompt and answer together: `given`, or `default` if `given` is None.
+    """Return the largest number of tokens of a request with its answer: `given`, or `default` if `given` is None.
 
     Raises:
         BadInput: the model's context is shorter.

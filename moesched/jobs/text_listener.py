@@ -9,7 +9,18 @@ from moesched.runs.listeners import Listener
 
 
 class TextListener:
-    """Decodes a batch's tokens to text; passes tokens and text to a listener, with each request's index in the run."""
+    """Decodes a batch's tokens to text; passes tokens and text to a listener, with each request's index in the run.
+
+    Args:
+        tokenizer: decodes tokens; None to pass the tokens' numbers as text.
+        prompts: token ids of each prompt of the batch.
+        first: index of the batch's first request in the run.
+        stop_tokens: ids of tokens, each of which ends its request.
+        new_tokens: the largest number of tokens of a request.
+
+    Attributes:
+        texts: the text of each request so far; None without a tokenizer.
+    """
 
     def __init__(
         self,

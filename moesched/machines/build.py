@@ -36,7 +36,7 @@ DISK_BANDWIDTH = 3e9
 DISK_LATENCY = 1e-4
 DESKTOP_CHANNELS = 2
 GPU_RESERVED = 700 * 10**6
-"""Bytes of a GPU's memory reserved for driver, context and the libraries' code and workspaces, without a display.
+"""Bytes of a GPU's memory reserved for driver, context, and libraries' code and workspaces, if it drives no display.
 
 A CUDA context with torch's kernels takes 300 to 400 MB (pytorch/pytorch, issues 20532 and 109888); assumed: about as
 much again for workspaces of cuBLAS and what allocators cannot use.
@@ -44,7 +44,7 @@ much again for workspaces of cuBLAS and what allocators cannot use.
 SYSTEM_RESERVED = 4 * 2**30
 """Bytes of the host's memory reserved for system, Python, libraries and other programs: assumed, without a browser."""
 MANY_BYTES = 36 * 2**30
-"""From this many bytes of a Mac's memory on, macOS by default lets the GPU use three quarters of it, not two thirds.
+"""Bytes of a Mac's memory from which on macOS lets the GPU use three quarters of it by default; below, two thirds.
 
 Apple publishes no rule. Metal reports 10,922.67 MiB of 16 GiB (abetlen/llama-cpp-python, issue 687), 21,845.34 of 32
 (ollama/ollama, issue 434) and 49,152 of 64 (ggml-org/llama.cpp, issue 1870); the bound between them is assumed.
@@ -72,10 +72,11 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
         gpu: name of the GPU, such as "RTX 3090", or "2x RTX 3090" for two.
         chip: name of a chip whose CPU and GPU share one memory, such as "M2 Ultra".
         cpu: name of the CPU, such as "Ryzen 7950X", or "2x EPYC 7763" for two sockets.
-        ram: host memory in the notation of `parse_ram`; of a chip only the size.
+        ram: host memory in the notation of `parse_ram`; with `chip`, its size alone.
         pcie: the GPU's slot, such as "4x16"; by default the fastest that both GPU and CPU have.
         disk: the disk in the notation of `parse_disk`.
-        weights: the memory that all weights come from: "host" or "disk"; by default the host's, if there is a GPU.
+        weights: the memory that all weights come from: "host" or "disk". By default "host" with `gpu`; otherwise always
+            "disk".
         pinned: size of the host's memory that can be page-locked; by default all of it.
         name: the machine's name; by default made from the names of its parts.
     """
@@ -96,7 +97,7 @@ class BuiltMachine(msgspec.Struct, frozen=True):
 
     Attributes:
         comments: text on the source of each table in the machine's file, by the table's name, such as "processors.gpu".
-        assumed: sentences on figures that the parts left open, each with the option that would give the figure.
+        assumed: a sentence on each figure that was assumed, since no part gives it, with the option that sets it.
     """
 
     machine: Machine
@@ -170,9 +171,11 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
 
 
 def _gpu_comments(parts: Parts, gpu: Gpu, count: int, disk: Disk | None, of_link: str) -> dict[str, str]:
-    """Return the sources of the figures of `count` GPUs and a disk, by the name of the table in the machine's file.
+    """Return texts on the sources of the figures of GPUs, disk and links, by the table's name in the machine's file.
 
-    of_link: source of the rate of the link between host and GPU.
+    Args:
+        count: number of GPUs.
+        of_link: text on the source of the rate of the link between host and GPU.
     """
     comments = {
         "processors.gpu": gpu_comment(gpu, count),
@@ -196,7 +199,7 @@ def _gpu_comments(parts: Parts, gpu: Gpu, count: int, disk: Disk | None, of_link
 
 
 def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
-    """Build a machine whose CPU, in a number of sockets, computes everything, and whose disk holds all weights."""
+    """Build a machine without a GPU: the CPUs in its sockets compute everything, and all weights come from a disk."""
     _refuse(parts, "a machine without --gpu", "pcie", "pinned")
     host = host_memory(cpu, sockets, parts.ram)
     disk, assumed = _unified_disk(parts)
@@ -270,7 +273,11 @@ def _built(
 ) -> BuiltMachine:
     """Return the machine with the sources of its figures, and with sentences on the assumed figures.
 
-    The sources of the figures of the CPU, in `sockets` sockets, and of host memory are added to `comments`.
+    Args:
+        comments: texts on sources, by the table's name in the machine's file; those on the CPU and on host memory are
+            added here.
+        sockets: number of CPU sockets.
+        assumed: sentences on assumed figures; those on host memory are added here.
     """
     own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": f"{host.comment} {SYSTEM_COMMENT}"}
     return BuiltMachine(machine, comments | own, [*host.assumed, *assumed])
@@ -319,7 +326,7 @@ def _unified_disk(parts: Parts) -> tuple[Disk, list[str]]:
 
 
 def mac_reserved(nbytes: int) -> int:
-    """Return the bytes that a Mac's GPU may not use of a memory of `nbytes` bytes, by the default limit of macOS."""
+    """Return how many of a Mac's `nbytes` bytes of memory its GPU may not use, by the default limit of macOS."""
     return nbytes // 4 if nbytes >= MANY_BYTES else -(-nbytes // 3)
 
 

@@ -1,4 +1,4 @@
-"""Writes the comments in the file of a machine built from parts, which state the sources of the figures."""
+"""Writes comments for the file of a machine built from parts; they state the sources of its figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gpu_comment(gpu: Gpu, count: int) -> str:
 
 
 def cores_comment(cpu: Cpu | Chip, sockets: int) -> str:
-    """Return the text on the source of the core rates of `sockets` CPUs, for a comment in the machine's file."""
+    """Return the text on the source of the rates of `sockets` CPUs' cores, for a comment in the machine's file."""
     per_cycle = library().architectures[cpu.architecture]
     bfloat16 = f", {per_cycle.bfloat16} in bfloat16" if per_cycle.bfloat16 else ""
     cores = f"{times(f'{cpu.cores} cores', sockets)} at {cpu.clock / 1e9:g} GHz"

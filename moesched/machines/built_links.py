@@ -23,7 +23,10 @@ RING_COMMENT = (
     "with small messages. Assumed: a round without peer access crosses PCIe twice."
 )
 CALL_LATENCY, CROSSING_LATENCY = 6.6e-6, 1e-6
-"""Seconds of an all-reduce's one kernel, and of each crossing of PCIe by its ring: NVIDIA/nccl, src/graph/tuning.cc."""
+"""Seconds that an all-reduce's only kernel takes, and seconds of each crossing of PCIe in its ring.
+
+Both are from NVIDIA/nccl, src/graph/tuning.cc.
+"""
 
 
 class GpuLinks(NamedTuple):
@@ -33,7 +36,7 @@ class GpuLinks(NamedTuple):
         words: description of the slot or link.
         to_gpu, to_host: bytes per second that copies reach in each direction.
         comment: text on the source of the figures.
-        assumed: sentences on figures that were not given, each with the option that gives the figure.
+        assumed: a sentence on each figure that was assumed, with the option that sets it.
     """
 
     words: str
@@ -56,10 +59,11 @@ def gpu_links(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) ->
 
     Args:
         count: number of GPUs, which share the lanes of the CPUs in all `sockets`.
-        slot: generation and lanes, such as "4x16"; by default as fast as the CPU's lanes allow.
+        slot: generation and lanes, such as "4x16"; by default the fastest that both GPU and CPU have.
 
     Raises:
-        BadInput: the slot cannot be read, the CPU has fewer lanes, or the GPU is on a board with another CPU.
+        BadInput: the slot cannot be read or needs more lanes than the CPU has, or a GPU on a board is combined with
+            another CPU, with a slot or with a second GPU.
     """
     if gpu.board is not None:
         return _on_board(gpu, gpu.board, count, cpu, sockets, slot)
@@ -118,7 +122,7 @@ def host_copies(bandwidth: float) -> Staging:
 
 
 def gpu_interconnect(rate: float, count: int) -> Interconnect:
-    """Return the connection between any two of `count` GPUs without a bridge, through the slots of both.
+    """Return the connection between any two of `count` GPUs, which goes through the slots of both, without a bridge.
 
     An all-reduce is one kernel of 2 * (count - 1) rounds, each of which crosses PCIe twice.
 

@@ -1,4 +1,4 @@
-"""Cost model of a machine whose accelerator and host share one memory, by its table of measured operations."""
+"""Cost model, from measured times of operations, of a machine whose accelerator and host share one memory."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt
 ROUTE_WITHIN = "route within post_attention"
 ON_WEIGHTS = ("pre_attention", "route", ROUTE_WITHIN, "sample", "expert", "experts")
 MOST_FEW_ROWS = 16
-"""The most rows of a product that is bound by reading its weights, and so uses most of the memory bandwidth."""
+"""Most rows with which a product is still bound by reading its weights, and so uses most of the memory bandwidth."""
 
 
 class Calibrated:
     """Cost model from a machine's table of measured operations: work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. Beyond the largest measured size, time grows as the time of
-    a matrix product does, which is bound by memory or arithmetic; a run reads more slowly than products that are timed
-    one after the other, as the LM head shows. Concurrent work is slowed as measured. Work without parts takes the time
-    that the roofline gives.
+    Times are interpolated between measured sizes and rows. Beyond the largest measured size, the time of an operation
+    grows as that of a matrix product alone, times a factor: in a run, products read weights more slowly than when they
+    are timed one after another. The factor is the time of the LM head, relative to its product alone. Concurrent work
+    is slowed as measured. Work without parts takes the time that the roofline gives.
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by class of work, the end of its range of measured speeds to use instead of the median: "low" or "high".
+        levels: by class of work, "low" or "high": the end of its range of measured speeds to use instead of the median.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -90,9 +90,10 @@ class Calibrated:
         return Demand(lead + seconds, (), work_class, tuple(self._slowed.get(work_class, ())), lead)
 
     def _priced(self, work: Work) -> Iterable[WorkPart]:
-        """Yield the parts of `work`, each named after the operation in the cost table whose time applies to it.
+        """Yield the parts of `work`, each with the name of the operation in the cost table whose time applies to it.
 
-        A layer in one task is one call of the native kernels, whose router hands no choices to the host.
+        The operation "route" has another name in a task `post_attention`: there it is part of one call of the native
+        kernels, in which the router hands no choices to the host.
         """
         for part in work.parts:
             within = part.operation.replace("route", ROUTE_WITHIN)
@@ -116,7 +117,7 @@ class Calibrated:
             seconds = surface(surface.largest, plain.rows) + beyond
         else:
             seconds = surface(plain.size, plain.rows)
-        if self._is_transposed(part):  # a run adds as much time to its product as to one by plain weights
+        if self._is_transposed(part):  # a run adds as much time as to a product with plain weights
             resident = part.operation.startswith(RESIDENT)
             added = seconds - self._product(plain.size, plain.rows, resident=resident)
             return self._product(plain.size, plain.rows, stored=COLUMNS) + max(0.0, added)
@@ -144,7 +145,7 @@ class Calibrated:
         return max(1.0, self._head(largest, rows) / self._product(largest, rows, resident=True))
 
     def _product(self, nbytes: float, rows: float, *, stored: str = "", resident: bool = False) -> float:
-        """Return the seconds of a product alone, with as many weights as plain ones have bytes `nbytes`."""
+        """Return the seconds of a product alone, with as many weights as take `nbytes` bytes if they are plain."""
         weights = nbytes / ITEM_BYTES[self.dtype]
         return self._products.seconds(self.dtype, weights, rows, stored=stored, resident=resident)
 
@@ -162,5 +163,5 @@ def work_class_of(work: Work) -> str:
 
 
 def _weights(part: WorkPart) -> float:
-    """Return the bytes of weights that all repetitions of a part read."""
+    """Return the bytes of weights that a part reads in all its repetitions."""
     return 0.0 if part.operation in ONLY_MOVING else part.size * part.times

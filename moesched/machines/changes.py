@@ -40,7 +40,7 @@ def changed(machine: Machine, changes: Sequence[str]) -> Machine:
 
     Raises:
         BadInput: the machine has no such part, the part has no such property, the value cannot be read or is
-            impossible, or the machine's costs were measured, so that they do not follow from its rates.
+            impossible, or a rate is to change whose costs were measured, and so do not follow from rates.
     """
     for change in changes:
         machine = _changed(machine, change)

@@ -19,7 +19,7 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
+        levels: by group of rates, "low" or "high": the figure of its estimates to use instead of the expected one.
 
     Raises:
         BadInput: the accelerator has neither measured costs nor a rate in this dtype.

@@ -9,7 +9,7 @@ from moesched.work import Demand, Work
 
 
 def at_once(classes: Iterable[str]) -> str:
-    """Return the name of a set of classes of work at once: the classes in alphabetical order, joined by " + "."""
+    """Return one name for classes of work that run at once: the classes in alphabetical order, joined by " + "."""
     return " + ".join(sorted(classes))
 
 

@@ -13,7 +13,7 @@ Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Estimate of a rate or duration that kernels or copies reach: the expected figure, and the range of most programs.
+    """Estimate of a rate that kernels or copies reach, or of a duration: the expected figure, and most programs' range.
 
     Attributes:
         low, expected, high: ascending figures; for a rate, shares of the stated rate; for a duration, seconds.

@@ -24,7 +24,7 @@ class GpuCosts:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one; the
+        levels: by group of rates, "low" or "high": the figure of its estimates to use instead of the expected one. The
             cost table's groups are "product" and "dispatch".
     """
 
@@ -70,7 +70,7 @@ class GpuCosts:
         """Return the seconds of the kernels or the copy of `work`; if it has measured products, only these count.
 
         Raises:
-            BadInput: as `work`.
+            BadInput: the machine has no such resource, or no rate for this dtype.
         """
         surface = self._surfaces.get((work.resource, PRODUCT))
         products = [part for part in work.parts if is_product(part)]
@@ -85,8 +85,8 @@ class GpuCosts:
     def _starting(self, work: Work, rated: Demand) -> float:
         """Return the seconds to start all kernels of `work`; for a copy, the seconds beyond the time of its link.
 
-        The seconds are those measured for this kind of task. Without a measurement, and where graphs are replayed (the
-        measured kernels were started one by one), they follow from rates.
+        The seconds are those measured for this kind of task. They follow from rates if this was not measured, or if the
+        processor replays graphs, since the measured kernels were started one by one.
 
         Args:
             rated: the demand of `work` by rates alone.

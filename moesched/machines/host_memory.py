@@ -25,7 +25,7 @@ class HostMemory(NamedTuple):
         bandwidth: bytes per second of all channels together, by their line rate.
         words: description of size, channels and type.
         comment: text on the source of the figures.
-        assumed: sentences on figures that were not given, each with the option that gives the figure.
+        assumed: a sentence on each figure that was assumed, with the option that sets it.
     """
 
     nbytes: int
@@ -68,7 +68,7 @@ def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
 
 
 def _channels(cpu: Cpu, sockets: int, given: Ram, ram: str | None) -> int:
-    """Return the number of memory channels in use: as given, or one per module, at most those of `sockets` CPUs.
+    """Return the number of memory channels in use: as given, or one per module; at most, and by default, all channels.
 
     Args:
         given: the parsed text `ram`.

@@ -46,7 +46,7 @@ class KernelTimes:
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
+        levels: by group of rates, "low" or "high": the figure of its estimates to use instead of the expected one.
     """
 
     def __init__(

@@ -15,12 +15,12 @@ KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
 """Number of kernels of a product with norm and activation, of one expert or several grouped ones, and of attention."""
 
 IN_GRAPHS = {"embed": 1, "pre_attention": 2, "attention": 2, "post_attention": 6, "sample": 3}
-"""Number of kernels in Triton for each kind of work that is one graph.
+"""Number of Triton kernels of each kind of work whose kernels form one graph.
 
 The replay of such a graph is one launch, or is part of the launch of a whole step.
 """
 ONE_BY_ONE = {"route": 6, "preview_route": 2, "combine": 1}
-"""Number of launches for kinds of work that are more than a graph.
+"""Number of launches of each kind of work that has launches besides the replay of one graph.
 
 `route` replays two graphs, and sorts the rows of experts by four kernels.
 """
@@ -40,7 +40,7 @@ def launches(work: Work, *, replays: bool) -> float:
 
 
 def kernels(parts: Iterable[WorkPart]) -> float:
-    """Return the number of kernels that compute `parts`; it may be a fraction, as a mean.
+    """Return the number of kernels that compute `parts`; it may be a fraction, since `parts` may be means.
 
     One call computes all experts of an operation, however many rows each of them has.
     """

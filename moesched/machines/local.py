@@ -62,8 +62,8 @@ def calibrated_gpu(device: str, gpu: str) -> Machine | None:
 def local_machine() -> Machine:
     """Return this machine's calibrated profile; without one, a profile with assumed rates.
 
-    The host's memory is limited to the bytes that are available now, as a control group may have limited it since the
-    calibration.
+    The host's memory is at most what processes can have now, since a control group may limit it more than at the time
+    of the calibration.
 
     Raises:
         BadInput: the calibrated profile is broken or of an older version.

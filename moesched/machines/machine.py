@@ -24,16 +24,16 @@ INTERCONNECT = "interconnect"
 """Name of the lane and the resource that carry all-reduces."""
 
 FEW_ROWS, MANY_ROWS = "few rows", "many rows"
-"""Sorts of tasks on weights: products bound by memory, and products bound by compute."""
+"""Classes of tasks that multiply by weights: their products are bound by memory, or by compute."""
 
 ATTENTION, ATTENTION_CALLS = "attention", "attention calls"
-"""Sorts of attention: sequences of one length in one call, and several lengths with a call for each.
+"""Classes of attention: one call for sequences of equal length, or a call for each of several lengths.
 
 Concurrent tasks on the processor delay the second class more.
 """
 
 CACHE_WRITE = "cache write"
-"""Sort of tasks that save new keys and values: a copy to the host in pieces, and writes to the KV cache."""
+"""Class of tasks that save new keys and values: a copy to the host in pieces, and writes to the KV cache."""
 
 WORK_CLASSES = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS, CACHE_WRITE)
 
@@ -95,7 +95,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bandwidth: bytes per second.
         latency: seconds per transfer.
         path: name of the wire or bus; links with equal paths share a lane. By default "source->destination".
-        sustained: share of the bandwidth that copies sustain; by default the share of the link's kind of copy.
+        sustained: share of the bandwidth that copies sustain; by default the shipped estimate for such copies.
     """
 
     source: str
@@ -117,7 +117,7 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per copy.
-        sustained: share of the bandwidth that copies sustain; by default the share of this kind of copy.
+        sustained: share of the bandwidth that copies sustain; by default the shipped estimate for such copies.
     """
 
     bandwidth: Rate

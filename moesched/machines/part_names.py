@@ -70,7 +70,7 @@ def option_of_part(name: str) -> str | None:
 
 
 def counted(name: str, option: str, example: str) -> tuple[int, str]:
-    """Split a text such as "2x RTX 3090" into a number, 1 if the text has none, and a name.
+    """Split a text such as "2x RTX 3090" into the number and the name; the number is 1 if the text gives none.
 
     Args:
         option: the option that gave the text, such as "--gpu", for the error message.
@@ -96,7 +96,7 @@ def find_part(name: str, parts: Mapping[str, PartT], kind: str) -> PartT:
         kind: "GPU", "CPU" or "chip", for the error message.
 
     Raises:
-        BadInput: there is no such part, or several have equally many other words.
+        BadInput: there is no such part, or several parts fit equally well.
     """
     asked = Counter(_words(name))
     extra = {part.name: _words_more(part, asked) for part in parts.values()}
@@ -145,9 +145,9 @@ def _words(name: str) -> list[str]:
 
 
 def _words_more(part: Part, asked: Counter[str]) -> int | None:
-    """Return the number of words in a part's name beside those in `asked`; None if the name lacks a word in `asked`.
+    """Return how many words a part's name has beyond those in `asked`; None if it lacks a word in `asked`.
 
-    The size of a GPU's memory, such as 24GB, may be among the words in `asked`.
+    The words in `asked` may include the size of a GPU's memory, such as 24GB.
     """
     has = Counter(_words(part.name))
     size = Counter(_words(part.memory.replace("GiB", "GB")) if isinstance(part, Gpu) else [])

@@ -121,8 +121,8 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         memory: the fastest memory that its vendor supports, such as "DDR5-5200".
         channels: memory channels of 64 bits.
         pcie: generation of its PCIe lanes.
-        lanes: PCIe lanes of a socket that all GPUs share.
-        lanes_of_two: PCIe lanes of two sockets together, if the sockets are linked by some of their lanes.
+        lanes: PCIe lanes of one socket, for all GPUs together.
+        lanes_of_two: PCIe lanes of two sockets together, for all GPUs, if some lanes of each link it to the other.
     """
 
     architecture: str

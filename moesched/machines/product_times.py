@@ -13,7 +13,7 @@ from moesched.work import WorkPart
 
 PRODUCT, RESIDENT_PRODUCT = "product", "resident product"
 RESIDENT = "resident "
-"""Begins the names of operations on weights that stay in memory."""
+"""Prefix of the names of operations on weights that stay in memory."""
 
 
 class ProductTimes:
@@ -102,7 +102,7 @@ class CodedCosts:
         return part._replace(size=total * each, coded=()), ratio
 
     def _ratio(self, stored: str, weights: float, rows: float, *, resident: bool) -> float:
-        """Return the time of a product with weights in a storage format over the time with equally many plain weights.
+        """Return the ratio of a product's time with weights in a storage format to its time with as many plain weights.
 
         The result is 1 for transposed plain weights whose products were not measured.
 

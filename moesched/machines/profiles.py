@@ -1,4 +1,4 @@
-"""Loads machines from TOML files, shipped profiles or users' own, and checks the files."""
+"""Loads and checks machines from TOML files: shipped profiles, and users' own files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def machine_from(raw: dict[str, Any], where: str) -> Machine:
         where: name of the file, for error messages.
 
     Raises:
-        BadInput: as `parse_machine`.
+        BadInput: as in `parse_machine`.
     """
     found = raw.get("cost_format", 0)
     if raw.get("cost_table") and found != COST_FORMAT:

@@ -11,9 +11,9 @@ from moesched.machines import AcceleratorGroup, Interconnect, Machine, Processor
 def rank_share(machine: Machine, ranks: int) -> Machine:
     """Return the machine as one of `ranks` accelerators sees it: its own memory and links, and a share of all else.
 
-    The host's FLOP/s and the rate at which it reads experts, the capacity and bandwidth of all other memories, and the
-    bandwidth of links between these memories are divided by the number of ranks; latencies are not. Without an
-    interconnect, transfers between accelerators go up one link and down another, in pieces that overlap, through the
+    These are divided by the number of ranks: the host's FLOP/s, the rate at which it reads experts, the capacity and
+    bandwidth of all memories but the accelerator's, and the bandwidth of links between them. Latencies are not. Without
+    an interconnect, transfers between accelerators go up one link and down another, in pieces that overlap, through the
     host's memory.
 
     Raises:

@@ -21,7 +21,7 @@ class Roofline:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
+        levels: by group of rates, "low" or "high": the figure of its estimates to use instead of the expected one.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -85,7 +85,7 @@ class Roofline:
         return alone._replace(work_class=name, slowed=tuple(slowed)) if slowed else alone
 
     def _modules(self, memory: str) -> str:
-        """Return the name of the memory whose bandwidth is used by copies from or to a memory.
+        """Return the name of the memory whose bandwidth is used by copies from or to `memory`: mostly `memory` itself.
 
         Copies from or to pinned memory use the bandwidth of the host's memory, if the machine's stated rates are peaks.
         """

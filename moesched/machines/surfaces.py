@@ -41,7 +41,9 @@ class Curve:
 
 
 class Surface:
-    """Function from size and rows to the seconds of an operation: a curve over rows per size, and a curve over sizes.
+    """Function from size and rows to the seconds of an operation.
+
+    The times at the given rows, from a curve for each measured size, are the points of a curve over sizes.
 
     More rows never take less time. Larger weights may take less, since a device uses more cores from some size on.
 

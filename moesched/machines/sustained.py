@@ -45,7 +45,7 @@ WORDS = {
 """Names of the rates, with words for people."""
 
 Levels = Mapping[str, Level]
-"""The end of the estimate to use for each of some groups of rates; other groups use the expected figure."""
+"""The figure of its estimates that each of some groups of rates uses; other groups use the expected figure."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +53,7 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         rates: estimates by the names in WORDS.
-        tile_rows: number of rows that kernels compute at least in a product of more than `few_rows` rows.
+        tile_rows: least number of rows that kernels compute in a product of more than `few_rows` rows.
         few_rows: the largest number of rows for which kernels read the weights once and compute no tiles.
         turns: share of the computing time, from 0 to 1, in which memory cannot be read because of the power limit; in
             the rest of the time, reading and computing overlap.
@@ -97,12 +97,12 @@ def rates_of(processor: Processor) -> dict[str, Estimate]:
 
 
 def copies_of(machine: Machine) -> DeviceClass:
-    """Return the class of device with the sustained rates of a machine's links, by kind of copy."""
+    """Return the sustained rates of a machine's links by kind of copy, in the form of a class of device."""
     return _read(COPIES if is_rated(machine) else STATED_COPIES)
 
 
 def is_rated(machine: Machine) -> bool:
-    """Test whether the machine names classes of device, so that its stated rates are peaks."""
+    """Test whether the machine's stated rates are peaks: they are if any of its processors names a class of device."""
     return any(processor.device_class for processor in machine.processors.values())
 
 
@@ -141,7 +141,7 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
     """Return the share of a link's stated bandwidth, from 0 to 1, that copies sustain.
 
     Args:
-        levels: by kind of copy, the figure of its estimate to use, "low" or "high", instead of the expected one.
+        levels: by kind of copy, "low" or "high": the figure of its estimate to use instead of the expected one.
     """
     kind = link_kind(machine, link)
     estimate = link.sustained or copies_of(machine).rates[kind]

@@ -46,7 +46,7 @@ class Columns(NamedTuple):
 class Scales(NamedTuple):
     """The place of a quantised tensor's scales in files that store them apart from the codes.
 
-    Each group of weights has one scale, a byte; the scales follow row after row.
+    Each group of weights has one scale of one byte; scales are stored row by row.
 
     Attributes:
         file: file with the scales.
@@ -61,12 +61,12 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """The location of one row-major tensor in a file.
 
     Attributes:
-        offset: bytes from the start of the file to the tensor's first row; with `columns`, to the row of the whole
-            matrix.
+        offset: bytes from the start of the file to the tensor's first row; with `columns`, to the first row of the
+            wider matrix.
         shape: the tensor's shape, in weights.
         format: the storage format of the tensor's rows.
         nbytes: bytes of the tensor.
-        columns: the tensor's columns of a wider matrix in the file; None if the tensor is the whole matrix.
+        columns: the tensor's columns in a wider matrix of the file; None if the tensor is a whole matrix.
         scales: the place of the scales, if the file stores them apart from the codes, which are at `offset`; else None.
     """
 
@@ -103,7 +103,8 @@ class Blocks(Protocol):
         At least `needed` bytes are read, and possibly fewer than the buffer has room for. The offset and the size of
         the buffer are multiples of 4096.
 
-        cached: whether to read through the page cache even if other reads bypass it.
+        Args:
+            cached: whether to read through the page cache even if other reads bypass it.
         """
 
     def require(self, offset: int, needed: int) -> None:
@@ -132,7 +133,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     absent: dict[Path, int] = {}
 
     def change(self) -> str | None:
-        """Return in words the first change of a file of weights since the checkpoint was opened; None without one."""
+        """Return a sentence on the first file of weights that has changed since it was opened; None if none has."""
         for path, identity in self.identities.items():
             if (difference := identity.difference(path)) is not None:
                 return f"{path} {difference} since it was opened"
@@ -152,13 +153,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
-    """Locate every tensor of a model: in one safetensors file of a folder, several with an index, or GGUF files.
+    """Locate every tensor of a model, in a folder with one safetensors file or several and an index, or in GGUF files.
 
-    A tensor in a file may contain several of the model's tensors (the experts of a layer; queries, keys and values);
-    each StoredTensor then has its own range of bytes. Only headers are read.
+    A tensor in a file may contain several of the model's tensors, such as all experts of a layer; each of these then
+    has a range of its bytes. Only headers are read.
 
     Args:
-        model: a folder, or a GGUF file; any of the files of a split GGUF model.
+        model: a folder, or a GGUF file; of a split GGUF model, any of its files.
         partial: whether a safetensors file may be missing if a copy of its header is there.
 
     Raises:
@@ -173,7 +174,7 @@ def read_contents(model: Path, *, partial: bool = False) -> Contents:
     """Read the headers of a model's files.
 
     Args:
-        model: a folder, or a GGUF file; any of the files of a split GGUF model.
+        model: a folder, or a GGUF file; of a split GGUF model, any of its files.
         partial: whether a safetensors file may be missing if a copy of its header is there.
 
     Raises:

@@ -24,7 +24,7 @@ FLOAT32 = STORED_FORMATS["float32"]
 
 
 class Mix(NamedTuple):
-    """The two storage formats of matrices in one of llama.cpp's mixed files.
+    """The two storage formats that a model's matrices have in files which mix formats, as those of llama.cpp do.
 
     Attributes:
         most: name of the format of most matrices.
@@ -44,7 +44,7 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
 )
 """All mixes, by name: single coded formats, and those of llama.cpp's files."""
 INSTEAD: Mapping[str, str] = MappingProxyType({"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"})
-"""The format of matrices whose rows are no multiple of 256, by the format of the model's other matrices."""
+"""Formats by the format that they replace, in matrices whose rows are no multiple of 256 weights."""
 
 
 def coded_as(config: ModelConfig, name: str) -> ModelConfig:
@@ -158,7 +158,8 @@ def _is_favoured(layer: int, layers: int) -> bool:
 
     These layers are the first and last eighth, and every third layer between.
 
-    layers: number of layers of the model.
+    Args:
+        layers: number of layers of the model.
     """
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

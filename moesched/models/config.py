@@ -27,7 +27,7 @@ ITEM_BYTES = {name: STORED_FORMATS[name].block_bytes for name in PLAIN}
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The shape of a model: a description of each layer, and what all layers share.
 
-    Sizes are in elements. A dense model that devices can run is described with one expert and no router.
+    Sizes are in elements. A dense model has one expert and no router if it is to run on devices.
 
     Attributes:
         pattern: the layers, from first to last.
@@ -35,11 +35,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         stop_tokens: ids of tokens that end a sequence.
         dtype: the default dtype of computation.
         form: the architecture, by its key in `ARCHITECTURES`; it decides how checkpoints name tensors.
-        format: for a model that is only simulated, the storage format of its weights, a key of `FORMATS`; None for
-            plain weights in the dtype of the computation, except those listed in `formats` here and in the layers.
-        formats: storage formats of tensors outside the layers, as pairs (name, format), for those that are kept in
-            memory in another format than the dtype of the computation.
-        expert_format: storage format of experts if `format` is one of fewer than 16 bits; None for `format`.
+        format: storage format of the weights, a key of `FORMATS`, which only simulations can use. With None, weights
+            are in the dtype of the computation, except for tensors listed in `formats` here and in the layers.
+        formats: pairs (name, storage format) of tensors outside the layers, for those that are kept in memory in
+            another format than the dtype of the computation.
+        expert_format: storage format of the experts; None if it is `format`. Ignored if `format` is None or "bf16".
         embedding_factor: number that multiplies the embeddings.
         residual_factor: factor of the attention output that is added to the residual; for experts, see `Router.scale`.
         logits_factor: number that multiplies the logits.
@@ -112,16 +112,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return list(groups.values())
 
     def cut(self, layers: int) -> ModelConfig:
-        """Return a configuration with fewer layers: each kind of layer has about its share, and at least one layer."""
+        """Return a configuration with fewer layers: each kind of layer keeps about its share, and at least one."""
         chosen = representative(self.pattern, layers)
         return replace(self, pattern=tuple(self.pattern[number] for number in chosen))
 
     def varied(self, layers: int | None = None, **settings: Any) -> ModelConfig:
         """Return a copy of the configuration with other settings.
 
-        layers: number of layers; more layers repeat the pattern, fewer layers are the first ones; None for as many as
-            before.
-        settings: values by name; names that ModelConfig does not have are fields of every layer, as in `Layer.varied`.
+        Args:
+            layers: number of layers; more layers repeat the pattern, fewer layers are the first ones; None for as many
+                as before.
+            settings: values by name; names that ModelConfig does not have are fields of every layer, as in
+                `Layer.varied`.
         """
         own = {name: settings.pop(name) for name in self.__struct_fields__ if name in settings}
         kinds = {kind: kind.varied(**settings) for kind in self.kinds}
@@ -154,7 +156,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def kept_format(self, name: str, layer: Layer | None = None) -> StoredFormat | None:
         """Return the storage format that a tensor keeps in memory; None for the dtype of the computation.
 
-        name: canonical name of the tensor, or, with `layer`, its name in that layer.
+        Args:
+            name: canonical name of the tensor, or, with `layer`, its name in that layer.
         """
         if name.startswith("layers."):
             layer = self.pattern[int(name.split(".", 2)[1])]
@@ -175,7 +178,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
         The share is below 1 for formats that kernels first convert.
 
-        name: canonical name of the tensor, or, with `layer`, its name in that layer.
+        Args:
+            name: canonical name of the tensor, or, with `layer`, its name in that layer.
         """
         kept = self.kept_format(name, layer)
         if kept is not None:
@@ -194,7 +198,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 def tensor_in_layer(name: str) -> str:
     """Return a tensor's name in its layer, without numbers of layer and expert; this is its key in `Layer.formats`.
 
-    name: canonical name of the tensor, such as "layers.0.experts.3.up".
+    Args:
+        name: canonical name of the tensor, such as "layers.0.experts.3.up".
     """
     parts = name.split(".")
     return f"experts.{parts[-1]}" if "experts" in parts else parts[-1]

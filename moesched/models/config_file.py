@@ -1,4 +1,4 @@
-"""Reading and checking Hugging Face's config.json, as far as keys are common to all models."""
+"""Reads Hugging Face's config.json and checks the keys that all models have in common."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MOST_BYTES = 4_000_000
 MOST = 10**8
 """Limit of any size in a configuration."""
 MOST_ROTARY = 65_536
-"""Limit of the entries of a head that the rotary embedding rotates."""
+"""Largest number of a head's entries that the rotary embedding may rotate."""
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 100_000
 """Limit of the number of experts of all layers together."""
 FLOAT32_RANGE = (2.0**-126, 2.0**127)
-"""Magnitudes that float32 has in full precision."""
+"""Smallest and largest magnitude that a number may have, so that float32 holds it in full precision."""
 LEAST = {"rope_theta": 1.0}
 """Lower limits of single numbers, by key. With a smaller `rope_theta`, angles of the rotary embedding overflow."""
 MAY_BE_ZERO = ("unused_weights", "shared")
-"""Numbers that are 0 where a model lacks a part."""
+"""Fields that are 0 in a model without the part that they size."""
 _KEYS = {
     "window": "sliding_window",
     "clip": "clip_qkv",
@@ -68,14 +68,14 @@ class AliasedKeys(msgspec.Struct, kw_only=True):
     """Keys of config.json that may have other names.
 
     Attributes:
-        aliases: pairs of another name that transformers takes for a key, and the name of the field.
+        aliases: pairs (another name that transformers accepts for a key, name of the key's field here).
     """
 
     aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
 
 
 class Keys(AliasedKeys, kw_only=True):
-    """The keys of config.json that all models that run have, with Hugging Face's defaults.
+    """The keys of config.json that are read for every model that runs on devices, with Hugging Face's defaults.
 
     Architectures add keys and override defaults in subclasses.
     """
@@ -193,7 +193,8 @@ class ConfigFile:
     def dtype(self, given: str | None, otherwise: DType) -> DType:
         """Return the dtype of the computation: `given`, else the dtype of the model's weights, else `otherwise`.
 
-        given: name of the dtype in config.json; None if there is none.
+        Args:
+            given: name of the dtype in config.json; None if there is none.
 
         Raises:
             BadInput: the dtype is not supported, or the weights cannot be read.
@@ -243,7 +244,8 @@ class ConfigFile:
     def unsupported(self, key: str, value: object, supported: str) -> BadInput:
         """Return the error for a key's value that the kernels do not support.
 
-        supported: key and value of a supported checkpoint, in words.
+        Args:
+            supported: key and value of a supported checkpoint, in words.
         """
         return BadInput(
             f"{self.path}: {key} is {shown(value)}, which is not supported; use a checkpoint with {supported}"
@@ -286,7 +288,8 @@ class ConfigFile:
     def require_number(self, name: str, value: float) -> None:
         """Raise BadInput if a number is too large or too small for float32; whole numbers are checked as sizes.
 
-        name: the key, for the message.
+        Args:
+            name: the key, for the message.
         """
         if isinstance(value, int):
             self.require_size(name, value)

@@ -23,7 +23,7 @@ from moesched.models.tensors import count_tensors, count_weights
 class Names:
     """The tensors that a model's files may have, by their names in files.
 
-    The tensors of other forms are only computed once a name is not among the published ones.
+    Tensors of other forms are listed only when a name is looked up that published files do not have.
 
     Args:
         published: the tensors of published files, by name.
@@ -91,7 +91,8 @@ def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
 def require_shape(found: FoundTensor, shape: Shape, described_in: str) -> None:
     """Raise BadInput if a stored tensor has another shape than `shape`.
 
-    described_in: the place of the configuration, in words, for the message.
+    Args:
+        described_in: the place of the configuration, in words, for the message.
     """
     if found.entry.shape != shape:
         what = f"{found.name} has shape {list(found.entry.shape)}, {described_in} says {list(shape)}"
@@ -101,9 +102,10 @@ def require_shape(found: FoundTensor, shape: Shape, described_in: str) -> None:
 def require_counts(path: Path, config: ModelConfig, found: Iterable[FoundTensor], described_in: str) -> None:
     """Raise BadInput if a configuration describes far more weights than the files contain.
 
-    This is checked before tables as large as the configuration says are made.
+    The check comes before any table is made whose size depends on the configuration.
 
-    described_in: the place of the configuration, in words, for the message.
+    Args:
+        described_in: the place of the configuration, in words, for the message.
     """
     stored = sum(math.prod(tensor.entry.shape) for tensor in found)
     described, tensors = count_weights(config), count_tensors(config)

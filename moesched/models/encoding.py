@@ -48,7 +48,8 @@ def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
     It is the least weight of the group. It is 0 in a format without minimums, and at most 0 in one with integer
     factors, which can only store minimums that are subtracted.
 
-    groups: array (groups, weights of a group).
+    Args:
+        groups: array (groups, weights of a group).
     """
     if stored.minimum is None:
         return np.zeros(len(groups), np.float32)
@@ -57,9 +58,10 @@ def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
 
 
 def _furthest(groups: Floats, *, signed: bool) -> Floats:
-    """Return the weight of each group that is furthest from 0, or its absolute value unless `signed`.
+    """Return each group's weight that is furthest from 0: with its sign if `signed`, else its absolute value.
 
-    groups: array (groups, weights of a group).
+    Args:
+        groups: array (groups, weights of a group).
     """
     where = np.abs(groups).argmax(axis=1, keepdims=True)
     furthest = np.take_along_axis(groups, where, axis=1)[:, 0]
@@ -80,7 +82,8 @@ def _write_scales(
         lowest: minimum of each group.
 
     Returns:
-        The rounded (scales, minimums), one of each per group; codes are chosen by them.
+        (scales, minimums), one of each per group, from which codes are computed: rounded in a format with integer
+        factors, and otherwise as given.
     """
     if stored.factors is None:
         _write_float16(blocks, stored.scale, scales)
@@ -98,7 +101,7 @@ def _write_scales(
 
 
 def _write_exponents(blocks: Bytes, offset: int, furthest: Floats, largest: int) -> Floats:
-    """Write the scale of each block's only group as an exponent; return the scales.
+    """Write each block's scale as an exponent, and return the scales; a block is one group.
 
     A scale is a power of two: scale * largest code has the same binary exponent as the weight furthest from 0.
 
@@ -147,7 +150,8 @@ def _factored(
 def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
     """Pack six-bit factors of eight scales and of eight minimums into 12 bytes, as `Factors` describes.
 
-    scales, minimums: arrays (blocks, 8).
+    Args:
+        scales, minimums: arrays (blocks, 8).
 
     Returns:
         Array (blocks, 12).
@@ -161,9 +165,10 @@ def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
 
 
 def _nearest(codes: Codes, multiples: Floats) -> Bytes:
-    """Return the nearest code of each weight, as the format stores it.
+    """Return each weight's nearest code, in the form in which the format stores codes.
 
-    multiples: each weight minus the minimum of its group, divided by the scale of its group.
+    Args:
+        multiples: each weight minus the minimum of its group, divided by the scale of its group.
     """
     stored: Bytes
     if codes.values:

@@ -1,8 +1,4 @@
-"""Bytes of memory of a micro-batch's activations: across layers, within a layer, and as workspace of kernels.
-
-Symbols: T tokens of a micro-batch, D hidden size, Q and K the widths of queries and keys, I expert size, k experts per
-token, S sequences, V vocabulary, b bytes per element.
-"""
+"""Bytes of memory of a micro-batch's activations: across layers, within a layer, and as workspace of kernels."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ from moesched.models.kv_blocks import tokens_beside
 from moesched.models.operations import Operations
 
 KEPT_ROWS = 128
-"""Most rows of a micro-batch whose memory for results is kept from layer to layer; a prompt's would be too large."""
+"""Most rows with which a micro-batch keeps its memory for results from layer to layer; prompts would need too much."""
 TOKEN_TILE = 256
-"""Most tokens that a CPU normalises, rotates, or combines at once; bounds the workspace of prompts. A GPU takes them
-all, since each tile would start several kernels."""
+"""Most tokens that a CPU normalises, rotates, or combines at once; bounds the workspace of prompts. A GPU takes all
+tokens at once, since each tile would start several kernels."""
 EXPERT_TILE = 512
 """Largest number of rows that an expert's kernel processes at once; bounds its workspace for any micro-batch."""
 EXPERTS_AT_ONCE = 2
@@ -161,7 +157,8 @@ def beside_cache_bytes(
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
     """Return the bytes of workspace that the experts' kernels need in addition to their input rows and outputs.
 
-    tokens: number of tokens of the micro-batch; experts process at most a tile of rows at once.
+    Args:
+        tokens: number of tokens of the micro-batch; experts process at most a tile of rows at once.
     """
     return _expert_rows_bytes(operations, tokens) + _coded_bytes(operations)
 

@@ -18,12 +18,12 @@ Role = Literal["matrix", "down", "value", "expert", "expert_down", "embedding", 
 EXPERT_ROLES: tuple[Role, ...] = ("expert", "expert_down")
 
 BLOCK = 256
-"""Weights of a k-quant's block; rows of other lengths take the next larger format with blocks of 32."""
+"""Weights of a k-quant's block; rows that are no multiple of it take the next larger format with blocks of 32."""
 
 _BF16, _F32 = 2.0, 4.0
 _Q8_0, _Q5_1, _Q5_0, _Q4_0 = 34 / 32, 24 / 32, 22 / 32, 18 / 32
 _Q6_K, _Q5_K, _Q4_K = 210 / 256, 176 / 256, 144 / 256
-"""Bytes of a block over its weights: ggml-common.h of llama.cpp."""
+"""Bytes of a block divided by its number of weights, from ggml-common.h of llama.cpp."""
 _INSTEAD = {_Q6_K: _Q8_0, _Q5_K: _Q5_1, _Q4_K: _Q5_0}
 
 
@@ -120,9 +120,9 @@ CODED_RATES: Mapping[str, float] = MappingProxyType(
 _CONVERTS = "default: kernels convert blocks to 16 bits or 8-bit integers in their inner loop"
 
 GROUPS = (32, 64, 128)
-"""Weights that share a scale and a zero point in formats of integers."""
+"""Numbers of weights that share a scale and a zero point in formats of integers."""
 EXPERTS_ONLY = "_experts"
-"""End of the names of formats that only experts have, while other weights are in 16 bits."""
+"""Ending of the names of formats in which only experts are quantised, and all other weights have 16 bits."""
 
 
 def integer_format(bits: int, group: int) -> str:

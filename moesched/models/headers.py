@@ -18,9 +18,9 @@ from moesched.system.decoding import convert_value
 from moesched.system.input_file import open_input
 
 LARGEST_JSON = 16 << 20
-"""Most bytes of a header or an index: 100,000 tensors in one file. The largest known models have that in all files."""
+"""Most bytes of a header or an index: enough for 100,000 tensors, which the largest known models have in many files."""
 MOST_TENSORS = 1 << 17
-"""Most tensors of a model, of which each takes memory before any is read; the largest known one has 70,000."""
+"""Most tensors of a model, each of which takes memory before weights are read; the largest known model has 70,000."""
 RESTORE = "copy the file again from where the checkpoint came from"
 
 _ITEM_BYTES = {
@@ -81,8 +81,8 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Read the header of a safetensors file.
 
-    The format demands that tensors fill the file from the end of the header to its end, without overlaps or holes. So
-    no byte of the file is lost, belongs to two tensors, or lies outside the file.
+    The format demands that tensors fill the file from the end of the header to the end of the file, without overlaps or
+    holes. So each byte after the header belongs to exactly one tensor.
 
     Raises:
         BadInput: the file is missing, no regular file, truncated, or not a valid safetensors file.
@@ -105,7 +105,8 @@ def header_copy(path: Path) -> Path:
 def read_header_copy(path: Path) -> tuple[list[FoundTensor], int]:
     """Read the copy of an absent file's header; return the file's tensors, and the file's size in bytes.
 
-    path: path of the absent file.
+    Args:
+        path: path of the absent file.
 
     Raises:
         BadInput: the copy is missing, or is not exactly the header of a safetensors file.

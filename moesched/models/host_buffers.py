@@ -17,7 +17,7 @@ NUMBER_BYTES = 8
 """Bytes of a number that kernels index by."""
 
 NUMBER_RING_BYTES = 2 << 20
-"""Bytes of the ring through which numbers go to the accelerator: enough for those of many decode steps."""
+"""Bytes of the ring buffer through which index numbers go to the accelerator: enough for many decode steps."""
 
 KV_PIECE_BYTES = 8 << 20
 """Most bytes of keys and values that are copied to the host's KV cache at a time; two buffers of this size take turns.
@@ -33,7 +33,8 @@ so that the copy of a page begins when its first bytes are there.
 def attention_rows_bytes(operations: Operations, tokens: int) -> int:
     """Return the bytes of buffers with which a host computes a micro-batch's attention: queries, keys, values, output.
 
-    tokens: number of tokens of the micro-batch.
+    Args:
+        tokens: number of tokens of the micro-batch.
     """
     return max(
         2 * _in_lines(tokens * kind.query_width * kind.element)
@@ -47,7 +48,8 @@ def routed_rows_bytes(operations: Operations, tokens: int) -> int:
 
     The buffers hold hidden states, the token of each expert row, and the experts' input rows and output rows.
 
-    tokens: number of tokens of the micro-batch.
+    Args:
+        tokens: number of tokens of the micro-batch.
     """
     return sum(map(_in_lines, _routed(operations, tokens)))
 
@@ -57,7 +59,8 @@ def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
 
     Each buffer is rounded up to a power of two, as it is allocated.
 
-    tokens: number of tokens of the micro-batch.
+    Args:
+        tokens: number of tokens of the micro-batch.
     """
     return sum(1 << (nbytes - 1).bit_length() for nbytes in _routed(operations, tokens))
 
@@ -76,7 +79,8 @@ def kv_piece_tokens(token_bytes: int, tokens: int, piece_bytes: int = KV_PIECE_B
 def kv_pieces_bytes(operations: Operations, tokens: int) -> int:
     """Return the bytes of the two buffers through which new keys and values are copied to the host's KV cache.
 
-    tokens: number of tokens of the largest step.
+    Args:
+        tokens: number of tokens of the largest step.
     """
     token_bytes = max(kind.kv_bytes for kind in operations.kinds.values())
     return 2 * token_bytes * kv_piece_tokens(token_bytes, tokens) if token_bytes else 0
@@ -85,7 +89,8 @@ def kv_pieces_bytes(operations: Operations, tokens: int) -> int:
 def ring_slot_bytes(page_bytes: int) -> int:
     """Return the bytes of one slot of the ring of page-locked buffers through which pageable host weights are copied.
 
-    page_bytes: bytes of the largest page of weights to copy.
+    Args:
+        page_bytes: bytes of the largest page of weights to copy.
     """
     return min(RING_SLOT_BYTES, page_bytes)
 

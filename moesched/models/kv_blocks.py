@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 KV_BLOCK_TOKENS = 16
 PROMPT_TILE = 64
-"""Tokens of a prompt whose attention is computed at once: a tile. Results' last bits depend on where tiles begin."""
+"""Tokens of a prompt in a tile; attention goes tile by tile. The last bits of results depend on where tiles begin."""
 
 
 def cached_tokens(length: int) -> int:
@@ -38,7 +38,8 @@ def window_tokens(window: int) -> int:
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
     """Return the number of a request's tokens that a cache still keeps after `tokens` tokens were cached.
 
-    most: the largest number of tokens that the cache keeps of each beam; None for all.
+    Args:
+        most: the largest number of tokens that the cache keeps of each beam; None for all.
     """
     return tokens if most is None else min(tokens, beams * most)
 

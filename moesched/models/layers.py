@@ -21,7 +21,7 @@ HeadNorm = Literal["head", "projection"]
 FLOAT_BYTES = 4
 
 Formats = tuple[tuple[str, str], ...]
-"""Tensors that keep their storage format whatever the dtype of the computation, each with the format's name."""
+"""Pairs (tensor, storage format) of tensors that stay in this format, whatever the dtype of the computation."""
 
 
 class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,27 +62,27 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def query_width(self) -> int:
-        """Elements of a token's query: heads times head_dim."""
+        """Number of elements of a token's query: heads times head_dim."""
         return self.heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Elements of a token's key: KV heads times head_dim."""
+        """Number of elements of a token's key: KV heads times head_dim."""
         return self.kv_heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Elements of a token's query, key and value, and of its gate if attention is gated."""
+        """Number of elements of a token's query, key and value, and of its gate if attention is gated."""
         return (1 + self.gated) * self.query_width + 2 * self.key_width
 
     @property
     def attended_width(self) -> int:
-        """Elements of a token's attention output."""
+        """Number of elements of a token's attention output."""
         return self.query_width
 
     @property
     def cache_width(self) -> int:
-        """Elements that the KV cache keeps of each token: its key and value."""
+        """Number of elements that the KV cache keeps of each token: its key and value."""
         return 2 * self.key_width
 
     @property
@@ -163,17 +163,17 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qkv_width(self) -> int:
-        """Elements of a token's query, latent vector and rotary key."""
+        """Number of elements of a token's query, latent vector and rotary key."""
         return self.heads * (self.plain + self.rotary) + self.rank + self.rotary
 
     @property
     def attended_width(self) -> int:
-        """Elements of a token's attention output."""
+        """Number of elements of a token's attention output."""
         return self.heads * self.value
 
     @property
     def cache_width(self) -> int:
-        """Elements that the cache keeps of each token: its latent vector and rotary key."""
+        """Number of elements that the cache keeps of each token: its latent vector and rotary key."""
         return self.rank + self.rotary
 
     @property
@@ -231,7 +231,7 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     value: int
     convolution: int = 4
     cache_width: ClassVar[int] = 0
-    """Elements that a cache keeps of each token; 0, since there is only a state."""
+    """Number of elements that a cache keeps of each token; 0, since there is only a state."""
     most_cached: ClassVar[None] = None
     """Largest number of tokens that a cache keeps of a sequence; None, since no tokens are cached."""
 
@@ -242,17 +242,17 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixed_width(self) -> int:
-        """Elements of a token's query, key and value, which are the inputs of the convolution."""
+        """Number of elements of a token's query, key and value, which are the inputs of the convolution."""
         return 2 * self.key_heads * self.key + self.value_heads * self.value
 
     @property
     def qkv_width(self) -> int:
-        """Elements of a token's query, key, value and gate, and of each head's decay and update rate."""
+        """Number of elements of a token's query, key, value and gate, and of each head's decay and update rate."""
         return self.mixed_width + self.attended_width + 2 * self.value_heads
 
     @property
     def attended_width(self) -> int:
-        """Elements of a token's attention output."""
+        """Number of elements of a token's attention output."""
         return self.value_heads * self.value
 
     @property
@@ -303,8 +303,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     Attributes:
         norms: number of norms of the hidden state.
-        formats: storage formats as pairs (name, format), for tensors that are kept in memory in another format than the
-            dtype of the computation; names are those that `tensor_in_layer` returns.
+        formats: pairs (name, storage format) of tensors that are kept in memory in another format than the dtype of the
+            computation; names have the form that `tensor_in_layer` returns.
     """
 
     attention: Attention
@@ -314,15 +314,16 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def grouped(self) -> GroupedAttention:
-        """The layer's attention, if it is of the only kind that devices run; any other raises AssertionError."""
+        """The layer's attention, if it is grouped, the only kind that devices run; any other raises AssertionError."""
         assert isinstance(self.attention, GroupedAttention), "no device has kernels for other kinds"
         return self.attention
 
     def varied(self, **settings: Any) -> Layer:
         """Return a copy of the layer with other settings.
 
-        settings: values of fields of its attention, or, for names that attention does not have, of its feed-forward
-            network.
+        Args:
+            settings: values of fields of its attention, or, for names that attention does not have, of its feed-forward
+                network.
         """
         of_attention = {
             name: settings.pop(name) for name in self.attention.__struct_fields__ if name in settings

@@ -1,6 +1,6 @@
 """Layout of a model's weights in pages, the units in which weights move between memories.
 
-A page has rows of tensors of one expert, or of a layer's weights that every token needs.
+A page has rows of tensors: of one expert's tensors, or of those tensors of a layer that every token needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGEST_DEFAULT_PAGE = 64 << 20  # bytes
 KERNEL_ROWS = 128
 """Rows that kernels of GPUs take at a time; products with an odd number of rows take several times as long."""
 PART_MULTIPLES = (KERNEL_ROWS, 32, 16, 8, 4, 2, 1)
-"""Rows of a part of a matrix are a multiple of one of these numbers: the first of them that fits into a page."""
+"""When a matrix is cut, its parts' rows are a multiple of the first of these numbers of rows that fits into a page."""
 DENSE = -1
 
 
@@ -45,7 +45,7 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """A unit of transfer: rows of tensors of one expert, or of the weights of a layer that every token needs.
+    """A unit of transfer: rows of one expert's tensors, or of those tensors of a layer that every token needs.
 
     Attributes:
         id: position among all pages of the model.
@@ -75,9 +75,9 @@ class Page(msgspec.Struct, frozen=True):
 
 
 bytes_of: Callable[[Page], int] = attrgetter("nbytes")
-"""The bytes of a page. It is written in C (`attrgetter`), since planning calls it often for all pages."""
+"""Function that returns the bytes of a page; it runs in C (`attrgetter`), since planning calls it for all pages."""
 room_for: Callable[[Page], int] = attrgetter("room")
-"""Bytes that a page may take in a slot: `Page.room`. Like `bytes_of`, it is written in C."""
+"""Function that returns the bytes that a page may take in a slot, `Page.room`; like `bytes_of`, it runs in C."""
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : start + self.dense_pages[layer]]
 
     def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
-        """Return the pages of one expert; an empty tuple if the layer has no such expert. Raises as `layer`."""
+        """Return the pages of one expert; empty for an unknown expert. Raises PolicyError for an unknown layer."""
         self._require("expert", layer)
         if expert < 0:  # it would be counted back into the dense part
             return ()
@@ -128,13 +128,13 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : min(start + count, self.layer_starts[layer + 1])]
 
     def experts_of(self, layer: int) -> range:
-        """Return the numbers of a layer's experts; an empty range for a layer without experts. Raises as `layer`."""
+        """Return the numbers of a layer's experts; empty if it has none. Raises PolicyError for an unknown layer."""
         self._require("experts_of", layer)
         return range(self.config.layer(layer).feed_forward.experts)
 
     @property
     def an_expert(self) -> tuple[Page, ...]:
-        """The pages of one of the experts with the most pages; layers may differ in their formats."""
+        """The pages of an expert with the most pages; in layers with other storage formats, experts may have fewer."""
         layer = max(range(self.config.layers), key=self.pages_per_expert.__getitem__)
         return self.expert(layer, 0)
 
@@ -156,8 +156,8 @@ def weight_layout(
 
     Args:
         dtype: dtype of the weights in memory; None for the model's own.
-        page_bytes: the most bytes of a page; None for the size of one expert. If an expert has more than 64 MiB, None
-            stands for the size with which the equal slots for an expert's pages take the fewest bytes.
+        page_bytes: the most bytes of a page; None for the size of one expert. For an expert of more than 64 MiB, None
+            stands for the size with which the slots for its pages, all equally large, take the fewest bytes.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.
@@ -238,7 +238,7 @@ def _default_page_bytes(tensors: Sequence[_Tensor]) -> int:
     if expert <= LARGEST_DEFAULT_PAGE:
         return expert
     sizes = {_end(extents) for extents in _cut(tensors, LARGEST_DEFAULT_PAGE)}
-    # All slots have room for the largest page, so the size counts that leaves the least of them empty.
+    # All slots have room for the largest page, so the best size is the one that leaves the least room empty.
     return min(
         (size for size in sizes if 2 * size >= max(sizes)),
         key=lambda size: (size * len(_cut(tensors, size)), -size),
@@ -265,7 +265,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """Return the rows of each part of a tensor cut into the fewest parts that fit a page; the last may be smaller."""
+    """Return the rows of each part of a tensor, cut into as few parts as fit a page; the last part may have fewer."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

@@ -13,7 +13,7 @@ from moesched.models.stored_formats import STORED_FORMATS
 
 MXFP4 = STORED_FORMATS["mxfp4"]
 CODES, SCALES = "_blocks", "_scales"
-"""Endings of the names of the two tensors."""
+"""Endings of the names of the tensor with a matrix's codes and of the one with its scales."""
 CODE_BYTES = MXFP4.block_bytes - 1
 """Bytes of the codes of a group: each byte has the 4-bit codes of two neighbouring weights."""
 REMEDY = "copy the checkpoint again from where it came from"
@@ -28,7 +28,7 @@ def with_experts_in_mxfp4(config: ModelConfig) -> ModelConfig:
 
 
 def join_codes_and_scales(tensors: Iterable[FoundTensor]) -> Iterator[FoundTensor]:
-    """Yield the tensors of files, with a tensor of codes and its tensor of scales joined to one MXFP4 tensor.
+    """Yield the tensors of files, with each pair of a tensor of codes and one of scales joined to one MXFP4 tensor.
 
     Raises:
         BadInput: one of a pair is missing, or their shapes do not match.

@@ -12,7 +12,7 @@ from moesched.models.tensor_shapes import Shape
 Score = Literal["softmax", "sigmoid"]
 
 SUM_EPSILON = 1e-20
-"""Number that is added to a sum of sigmoid scores before they are divided by it: scores of 0 give weights of 0."""
+"""Number added to the sum by which a token's sigmoid scores are divided, so that scores of 0 give weights of 0."""
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         experts: number of routed experts; 0 in a layer without experts. A single expert has no router.
         top_k: number of experts that a token chooses.
         intermediate: inner width of each expert.
-        shared: inner width of the shared network, of all shared experts together or of a dense layer; 0 for none.
+        shared: inner width of the shared network (all shared experts together, or a dense layer's); 0 for none.
         shared_scale: factor of the shared network's output.
         biases: whether experts and router have biases.
         alternating: whether gate and up are one matrix, "gate_up", whose even rows are gate's and odd rows up's.

@@ -1,10 +1,7 @@
 """The work of each operation of a MoE transformer: FLOPs, and bytes read and written.
 
-Symbols: T tokens of a micro-batch, D hidden size, F expert size, Q and K the widths of queries and keys (heads x
-head_dim), E experts, k of them per token, V vocabulary, b bytes per element. Differences between kinds of attention are
-in `layers.py`.
-
-An `Amount` also lists its parts, so that a table of measured costs can price them one by one.
+Differences between kinds of attention are in `layers.py`. An `Amount` also lists its parts, so that a table of measured
+costs can price them one by one.
 """
 
 from __future__ import annotations
@@ -64,10 +61,10 @@ class Product(NamedTuple):
     coded: BytesByFormat
 
     def parts(self, operation: str, rows: float, resident: float, times: float = 1) -> tuple[WorkPart, ...]:
-        """Split equal products into one part with resident weights and one with other weights; omit an empty part.
+        """Return `times` equal products as a part with resident weights and a part with others, without empty parts.
 
         Args:
-            operation: name of the part with other weights; for the one with resident weights, "resident" precedes it.
+            operation: name of the part with other weights; the other part's name is this name after "resident ".
             rows: number of rows of each product.
             resident: share, from 0 to 1, of the weights that stay in the accelerator's memory.
             times: number of equal products.
@@ -85,7 +82,8 @@ class Products(TensorSizes):
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
         """Return the matrices among these tensors as one product; vectors are left out, as their costs are small.
 
-        shapes: shapes of tensors by name.
+        Args:
+            shapes: shapes of tensors by name.
         """
         matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         rates = [self.config.kernel_rate(name, self.layer) for name in matrices]
@@ -99,7 +97,8 @@ class Products(TensorSizes):
     def _times(self, product: Product, tokens: int, width: int) -> tuple[float, float]:
         """Return (FLOPs, bytes) of a product with `tokens` rows.
 
-        width: number of elements per token of inputs and outputs together.
+        Args:
+            width: number of elements per token of inputs and outputs together.
         """
         return 2.0 * tokens * product.elements, product.nbytes + tokens * width * self.element
 
@@ -127,7 +126,8 @@ class AttentionOperations(Products):
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
         """Return the cost of attention for several sequences.
 
-        lengths: for each sequence, (number of new tokens, number of tokens in the cache afterwards).
+        Args:
+            lengths: for each sequence, (number of new tokens, number of tokens in the cache afterwards).
         """
         attention = self.layer.attention
         if isinstance(attention, LinearAttention):
@@ -165,7 +165,8 @@ class AttentionOperations(Products):
     def attention_step(self, totals: Sequence[int]) -> Amount:
         """Return the cost of attention for one new token per sequence, as `attention` does, but faster.
 
-        totals: for each sequence, the number of tokens in the cache afterwards.
+        Args:
+            totals: for each sequence, the number of tokens in the cache afterwards.
         """
         attention = self.layer.attention
         if isinstance(attention, LinearAttention):
@@ -269,7 +270,8 @@ class ExpertOperations(Products):
     def experts(self, tokens: int, chosen: Sequence[int] | None = None) -> Amount:
         """Return the cost of a layer's experts for `tokens` tokens.
 
-        chosen: rows of each expert that has any; by default their mean where tokens choose experts uniformly.
+        Args:
+            chosen: rows of each expert that has any; by default those expected if tokens choose experts uniformly.
         """
         network = self.layer.feed_forward
         rows = tokens * network.top_k
@@ -360,7 +362,8 @@ class Operations(AttentionOperations, ExpertOperations):
     def post_attention(self, tokens: int, chosen: Sequence[int] | None = None) -> Amount:
         """Return the cost, for `tokens` tokens, of output projection, router, all experts and their weighted sum.
 
-        chosen: rows of each expert that has any, as for `experts`.
+        Args:
+            chosen: rows of each expert that has any, as for `experts`.
         """
         return _sum(self.route(tokens), self.experts(tokens, chosen), self.combine(tokens))
 
@@ -369,7 +372,8 @@ class Operations(AttentionOperations, ExpertOperations):
 
         Tensor-parallel ranks add up their output projections before these operations.
 
-        chosen: rows of each expert that has any, as for `experts`.
+        Args:
+            chosen: rows of each expert that has any, as for `experts`.
         """
         return _sum(self.router(tokens), self.experts(tokens, chosen), self.combine(tokens))
 

@@ -35,7 +35,7 @@ COPIED_BYTES = 8 << 20
 LONGEST_AXIS = 2**31 - 1
 """Largest number of items along an axis of an array: MLX counts them with 32 bits."""
 HEADER_ALIGNMENT = 4096
-"""Headers are a multiple of this number of bytes, so that tensors of whole disk blocks begin at blocks of the file."""
+"""Headers take a multiple of this number of bytes, so that tensors of whole disk blocks begin at disk blocks."""
 
 
 class Prestacked(NamedTuple):

@@ -123,14 +123,15 @@ def write_random_model(given: RandomModelOptions) -> Path:
 
 
 def _require_described(config: ModelConfig, model: Path, kind: str) -> None:
-    """Check that a model which is being written is read as the one that is meant, in its layers and its factors.
+    """Check that a model which is being written is read back with the layers and the factors that it was given.
 
     Args:
-        model: folder or GGUF file, whose weights may be missing.
+        config: the model to write.
+        model: the folder or GGUF file, whose weights may still be missing.
         kind: kind of file that describes the model, for the error.
 
     Raises:
-        BadInput: its layers or factors are others, or it cannot be read.
+        BadInput: other layers or factors are read, or the description cannot be read.
     """
     try:
         read = read_config(model)

@@ -27,9 +27,9 @@ HEAD = "lm_head.weight"
 """Name of the LM head in files of all families. If there is one, it is used whatever config.json says of it."""
 
 ALIKE = ("heads", "kv_heads", "head_dim", "rotary")
-"""Settings of attention that are the same in all layers of a model that runs."""
+"""Settings of attention that all layers of a model must share, so that devices can run it."""
 ALIKE_OF_EXPERTS = ("experts", "top_k", "intermediate", "alternating", "transposed_down")
-"""Settings of experts that are the same in all layers with experts of a model that runs."""
+"""Settings of experts that all layers with experts must share, so that devices can run the model."""
 
 
 def read_config(model: Path | str, stored_as: str | None = None) -> ModelConfig:
@@ -99,7 +99,8 @@ def require_plain_layers(config: ModelConfig, who: str) -> None:
     Such parts are biases, attention sinks, clipped activations, shared experts, and factors of embeddings, residual or
     logits.
 
-    who: the device or feature, in words for the message.
+    Args:
+        who: the device or feature, in words for the message.
     """
     found = {part for layer in config.kinds for part in _particular(layer)}
     if (config.embedding_factor, config.residual_factor, config.logits_factor) != (1.0, 1.0, 1.0):

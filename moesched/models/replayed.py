@@ -1,4 +1,4 @@
-"""Bytes of GPU memory that stay allocated for replayed CUDA graphs: results of micro-batches, scratch, the graphs.
+"""Bytes of GPU memory that stay allocated for replayed CUDA graphs: micro-batches' results, scratch, and the graphs.
 
 A replay uses the addresses of the captured call, so the memory there is not freed.
 """
@@ -11,24 +11,24 @@ from moesched.models.footprint import KEPT_ROWS
 from moesched.models.operations import Operations
 
 PART_TOKENS = 512
-"""Tokens of the parts into which attention cuts a sequence; each is the work of one program of a GPU kernel."""
+"""Tokens of each part into which attention cuts a sequence; one program of a GPU kernel computes one part."""
 MOST_GRAPHS = 512
 """Largest number of graphs that are kept at a time."""
 MOST_TABLES = 1024
 """Most tables of weights' addresses that are kept on the GPU: few, as streamed weights return to the same addresses."""
 SERVED_MEMORIES = 4
-"""Memories for results that a micro-batch of served requests keeps, each for its own number of rows."""
+"""Number of memories for results that a micro-batch of served requests keeps, each for another number of rows."""
 GRAPH_BYTES = 64 << 10
 """Assumed bytes of a graph of a few kernels, which CUDA allocates."""
 _GRAPHS_OF_A_LAYER, _GRAPHS_OF_A_STEP = 4, 2
 _BLOCKS_OF_A_MATRIX, _BLOCK_BYTES = 3, 16
 _NUMBER, _SMALL, _FLOAT = 8, 4, 4
 _GROWING = 2
-"""Factor for memory that grows: the smaller one stays until the last layer uses the larger one."""
+"""Factor for memory that is replaced by a larger one: the old one stays until the last layer uses the new one."""
 
 
 def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -> int:
-    """Return a micro-batch's bytes for kept results other than hidden states; 0 above `KEPT_ROWS` rows.
+    """Return the bytes of results, without hidden states, that a micro-batch keeps; 0 if it has over `KEPT_ROWS` rows.
 
     Args:
         rows: the micro-batch's new tokens in a step.

@@ -75,9 +75,9 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
     down by `factor`; between, the ratio of frequencies falls linearly from pair to pair.
 
     Attributes:
-        attention_factor: multiplies cosines and sines, so that scores grow with its square; None derives it from
-            `factor`, `mscale` and `mscale_all_dim`.
-        truncate: whether the range of pairs between is widened to whole indices.
+        attention_factor: number that multiplies cosines and sines, so that attention scores grow with its square; None
+            derives it from `factor`, `mscale` and `mscale_all_dim`.
+        truncate: whether the range of pairs between these two kinds is widened to whole indices.
     """
 
     original_max_position_embeddings: int
@@ -133,9 +133,9 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
     Attributes:
         factor: ratio of the longest context to the context length of the training; `magnitude` grows with it.
         max_position_embeddings: length of the longest context in tokens.
-        long_factor, short_factor: for each pair, the number that divides its frequency, for models with contexts longer
-            than in training, and for others.
-        attention_factor: multiplies cosines and sines; None derives it from `factor`.
+        long_factor, short_factor: for each pair, the number that divides its frequency: in models whose context is
+            longer than in training, and in others.
+        attention_factor: number that multiplies cosines and sines; None derives it from `factor`.
     """
 
     long_factor: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Reads and writes the keys of config.json for the rotary embedding, as old and as new files spell them."""
+"""Reads and writes the keys of config.json for the rotary embedding, in the spelling of old and of new files."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def read_rotary(
     Args:
         max_positions: the longest context in tokens; also the context length of the training if no key gives another.
         theta: base of the frequencies if the nested keys have no `rope_theta`; None for `keys.rope_theta`.
-        partial: whether models of this family may rotate a part of each head.
+        partial: whether models of this family may rotate only a part of each head.
 
     Raises:
-        BadInput: the type is unknown, a value is impossible, the family rotates whole heads, or layers differ.
+        BadInput: the type is unknown, a value is impossible, layers differ, or only a part of each head is rotated in
+            a family that rotates whole heads.
     """
     file.require_size("head_dim", head_dim)
     file.require_size("max_position_embeddings", max_positions)

@@ -51,8 +51,8 @@ class _Index(msgspec.Struct):
 def read_shards(directory: Path, *, partial: bool = False) -> Shards:
     """Read the headers of a checkpoint's files.
 
-    An index must list exactly the tensors of its files, and name files of the folder. These may be links to anywhere,
-    as in the caches of model hubs.
+    An index must list exactly the tensors of its files, and name files of the folder. The files may be links to
+    anywhere, as in the caches of model hubs.
 
     Args:
         partial: whether a file may be missing if the folder has a copy of its header.
@@ -93,7 +93,7 @@ def stored_names(directory: Path) -> Collection[str]:
 
 
 def is_complete(directory: Path) -> bool:
-    """Test whether all files of weights are here, or copies of their headers; raises BadInput for a bad index."""
+    """Test whether each file of weights, or a copy of its header, is here; raises BadInput for a bad index."""
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     names = set(_read_index(index).values()) if is_file(index) and not is_file(single) else {SINGLE_NAME}
     paths = (directory / name for name in names)

@@ -1,6 +1,6 @@
-"""Storage formats of single tensors: the layout of a row in files, in memory, and in the memory that kernels read.
+"""Storage formats of single tensors: the layout of a row in files, and in the memory that kernels read.
 
-A plain format is a dtype. In a coded (quantised) one, a row is cut into blocks of bytes, and a block into groups of
+A plain format is a dtype. In a coded (quantised) format, a row is cut into blocks of bytes, and a block into groups of
 weights. A weight is its code, a small whole number, times the scale of its group, plus the group's minimum where the
 format has one.
 """
@@ -15,13 +15,13 @@ from moesched.models.tensor_shapes import Shape
 
 
 class Bits(NamedTuple):
-    """The bits of a block that hold the weights' codes, or only their lower or upper bits.
+    """The bits of a block that hold the weights' codes, or only the lower or the upper bits of the codes.
 
-    Each run of `span` bytes has these bits of span * 8 / bits weights: the first `span` weights have the lowest bits of
-    one byte each, the next `span` weights the next higher bits.
+    A run of `span` bytes holds them for span * 8 / bits weights: the first `span` weights have the lowest bits of one
+    byte each, the next `span` weights the next higher bits, and so on.
 
     Attributes:
-        bits: number of bits of each code that are here.
+        bits: number of bits of each code that are held here.
         offset: bytes from the start of the block to the first of these bytes.
         span: number of bytes of a run.
     """
@@ -75,7 +75,7 @@ class StoredFormat(NamedTuple):
         group: number of weights that share a scale.
         block_bytes: bytes of a block; rows are whole blocks.
         codes: the codes of a block; None in a plain format, which stores each weight as a number of a dtype.
-        scale, minimum: offsets of scale and minimum in a block, in bytes; None in a format without minimums.
+        scale, minimum: offsets of scale and minimum in a block, in bytes; `minimum` is None in a format without them.
         scale_encoding: form of scale and minimum: float16, or a byte e that stands for 2 ** (e - 128).
         groups: number of groups of a block.
         factors: the factors of a block's groups; None where a block is one group.
@@ -160,7 +160,7 @@ _FORMATS = (
 )
 
 STORED_FORMATS: Mapping[str, StoredFormat] = MappingProxyType({each.name: each for each in _FORMATS})
-"""All formats, by name: plain ones as dtypes are called, coded ones as in files of llama.cpp."""
+"""All formats, by name: plain ones have the names of dtypes, coded ones their names in llama.cpp."""
 
 PLAIN = tuple(each.name for each in _FORMATS if each.codes is None)
 CODED = tuple(each.name for each in _FORMATS if each.codes is not None)

@@ -16,7 +16,7 @@ from moesched.models.reading import runs
 from moesched.models.tensors import is_transposed, tensor_shapes
 
 BY_COLUMNS = ("o", "down")
-"""Matrices of which a rank has a share of the columns, its inputs; of all others it has a share of the rows."""
+"""Matrices that are divided by columns, their inputs, unless they are stored transposed; others are divided by rows."""
 
 
 def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:

@@ -16,7 +16,7 @@ from moesched.models.tensor_shapes import Shape, elements
 from moesched.models.tensors import is_transposed
 
 COLUMNS = "columns"
-"""Name, used as that of a storage format, of plain matrices that are stored transposed."""
+"""Name that stands in place of a storage format's for plain matrices that are stored transposed."""
 
 BytesByFormat = tuple[tuple[str, int], ...]
 """Pairs of the name of a coded storage format, or `COLUMNS`, and a number of bytes."""
@@ -39,7 +39,7 @@ NOTHING_RESIDENT = ResidentShare()
 
 @dataclass(frozen=True, eq=False)
 class TensorSizes:
-    """Widths in elements and bytes per token of one kind of layer of a model, in one dtype.
+    """Sizes of one kind of layer of a model, in one dtype: widths in elements, and bytes per token.
 
     Attributes:
         resident: shares of the weights that stay in the accelerator's memory.
@@ -63,12 +63,12 @@ class TensorSizes:
 
     @cached_property
     def query_width(self) -> int:
-        """Elements of a token's attention output; in softmax attention, its query has as many."""
+        """Number of elements of a token's attention output; in softmax attention, its query has as many."""
         return self.layer.attention.attended_width
 
     @cached_property
     def key_value_width(self) -> int:
-        """Elements of a token's key and value, and of what else attention projects beside the query, such as a gate."""
+        """Number of elements of a token's key and value, and of all else projected beside the query, such as a gate."""
         return self.layer.attention.qkv_width - self.query_width
 
     @cached_property
@@ -97,7 +97,8 @@ class TensorSizes:
     def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
         """Return the bytes of quantised tensors by storage format, and of plain transposed tensors as `COLUMNS`.
 
-        shapes: shapes of tensors, by name in the layer or outside the layers.
+        Args:
+            shapes: shapes of tensors, by name in the layer or outside the layers.
         """
         found: Counter[str] = Counter()
         for name, shape in shapes.items():

@@ -80,8 +80,9 @@ def count_weights(config: ModelConfig) -> int:
 def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) -> int:
     """Return the number of weights used for one token: all except the experts that the token does not choose.
 
-    left_out: names of tensors outside the layers not to count, as publishers differ in this. An embedding that is also
-        the LM head counts.
+    Args:
+        left_out: names of tensors outside the layers that are not counted, since publishers count differently; an
+            embedding that is also the LM head is always counted.
     """
     active = count_weights(config)
     for number, times, experts in _examples(config):

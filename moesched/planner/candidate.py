@@ -18,16 +18,16 @@ from moesched.planner.traits import SizeOption, SizeProbe, TraitProbe
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
-"""Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
+"""Requests of a micro-batch: all sizes in `SIZES` are tried, then those in `FINER` that are near the best one."""
 ROUGH = (1, 16, 64, 256)
 """Requests of a micro-batch that are tried in the first look at a policy."""
 MOST_CHUNKS = 2048
-"""Most chunks of prefill of a batch that a user may ask for, and of a micro-batch that the search tries."""
+"""Largest number of prefill chunks of a batch for which a user gives sizes, and of a micro-batch in the search."""
 FEW = 4
-"""Number of micro-batches in those starts of the search that have large micro-batches."""
+"""Number of micro-batches where the search starts with the largest micro-batches that fit."""
 MOST_SHARES = 8
 SIMILAR = 1.05
-"""Factor between bounds that do not tell which schedule is better."""
+"""Bounds that differ by at most this factor do not tell which schedule is better."""
 PROMISING = 1.2
 """The search also climbs from a start whose rate is lower than the best start's rate by at most this factor."""
 MOST_CLIMBS = 2

@@ -8,7 +8,7 @@ from moesched.planner.setting import Setting
 CHUNK = 4096
 """Tokens of a chunk of prefill: about the fewest that keep the kernels of most experts busy."""
 SMALLEST_CHUNK = 64
-"""Least number of tokens of an automatic chunk."""
+"""Smallest number of tokens of a chunk whose size the planner chooses."""
 
 
 def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
@@ -40,7 +40,8 @@ def with_room(setting: Setting) -> Setting:
     The chunks are then the largest of `smaller_chunks` with which one request fits.
 
     Raises:
-        BadInput: one request fits with no size of chunks; the message names the memory and the missing bytes.
+        BadInput: not even one request fits, whatever the size of chunks; the message names the memory and the missing
+            bytes.
     """
 
     def fits(chunk: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Climbs from a policy's sizes to better sizes, by simulations of schedules."""
+"""Moves from the sizes of a policy to better ones nearby, step by step, by simulating their schedules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_PREVIEWS = 8
 NEAR = 1.1
 """Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
 ALIKE = 1.02
-"""A point is simulated even if its bound is lower than the present point's bound, by at most this factor.
+"""A point is still simulated if its bound is lower than the present point's bound by at most this factor.
 
 This holds for points with the same share of the KV cache on the accelerator, whose schedules miss their bounds by about
 as much as the present one does.
@@ -28,8 +28,8 @@ class Climb:
     """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
     Neighbouring sizes are simulated if their bound on throughput is high enough. Once a schedule was faster than its
-    bound, or held more requests than the bound allows, all neighbours are simulated: a policy may place weights where
-    memory is free, or fetch only chosen experts.
+    bound, or held more requests than the bound allows, all neighbours are simulated, since bounds do not hold for such
+    a policy: it may place weights where memory is free, or fetch only chosen experts.
 
     Args:
         ladder: allowed sizes of micro-batches, in requests and ascending order.
@@ -53,7 +53,7 @@ class Climb:
         self._refuted = False
 
     def start(self, point: SchedulePoint) -> Schedule:
-        """Simulate the schedule of some sizes and return it; if none of the micro-batches fits, smaller ones are tried.
+        """Simulate the schedule of some sizes and return it; if not even one micro-batch fits, smaller ones are tried.
 
         The sizes may not fit, since they were found for prompts of average length.
 

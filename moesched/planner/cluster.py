@@ -1,7 +1,8 @@
 """Makes the proposal of `moesched plan --nodes`: the best split of a model, with its least time per token.
 
-Eq. 1 of the Apple silicon cluster paper (RACS'24) bounds each way to split a model, with its placement of experts and
-the best assignment of each token's experts. Nothing is simulated, and no workload is needed.
+Eq. 1 of the Apple silicon cluster paper (RACS'24) bounds the time per token of each way to split a model, given the
+placement of experts and the best assignment of each token's experts to nodes. Nothing is simulated, and no workload is
+needed.
 """
 
 from __future__ import annotations

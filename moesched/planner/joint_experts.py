@@ -1,4 +1,4 @@
-"""Recognises policies that run an expert once on the tokens of several micro-batches, by a run of a few tasks."""
+"""Tests, by simulating a few tasks, whether a policy runs an expert once on the tokens of several micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The objectives of a plan (throughput, latency, interactive): the figure that each maximises, and its requests."""
+"""The objectives of a plan: throughput, latency and interactive.
+
+Each objective sets the figure that the planner maximises and the requests that a plan is for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from moesched.requests.batch import Batch
 
 STEPS_OF_ONE_REQUEST = 25
 STEPS_OF_ALL_LAYERS = 9
-"""Least steps of a trial run whose figures are shown: the experts chosen in two of them are up to 3 % from the mean."""
+"""Fewest steps of a trial run whose figures are shown.
+
+In two measured steps alone, the number of chosen experts is up to 3 % from its mean.
+"""
 
 
 def require_objective(objective: str, new_tokens: int) -> None:

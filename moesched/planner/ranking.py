@@ -143,7 +143,7 @@ def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) ->
 def missing_bytes(setting: Setting) -> dict[str, int]:
     """Return the bytes that each memory lacks for a plan of one request, by memory.
 
-    The result is empty if the plan fits, or would not fit with any budget. The bytes of each memory are found with no
+    The result is empty if the plan fits, or if no budget would make it fit. The bytes of each memory are found with no
     limit to the other memories.
     """
     return {
@@ -156,7 +156,7 @@ def missing_bytes(setting: Setting) -> dict[str, int]:
 def _lacking(setting: Setting, memory: str) -> int | None:
     """Return the fewest bytes by which a memory's budget must grow for a plan of one request.
 
-    The result is 0 if the plan fits already, and None if it does not fit with any budget of this memory.
+    The result is 0 if the plan fits already, and None if no budget of this memory makes it fit.
     """
     budget = setting.capacity(memory)
     if _plan(setting, memory, budget) is not None:

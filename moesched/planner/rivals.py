@@ -23,7 +23,7 @@ MOST_TRIALS = 3
 SIZES = (64, 256)
 """Requests of a micro-batch in the first looks."""
 MOST_TASKS = 30_000
-"""Policies are left out whose trial run of all layers would have more tasks."""
+"""Largest number of tasks in a trial run of all layers; policies whose run would have more are left out."""
 
 
 class Rival(NamedTuple):

@@ -121,7 +121,8 @@ class Schedules:
             deep: whether to simulate all layers, instead of a few if a few are enough.
 
         Raises:
-            BadInput: not even one micro-batch fits, or the policy cannot run chunks that the user did not ask for.
+            BadInput: not even one micro-batch fits, or `point` has chunks that the user did not ask for and that the
+                policy cannot run.
         """
         if (point, deep) not in self._schedules:
             try:

@@ -23,12 +23,12 @@ from moesched.system.silence import STDOUT, silent
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
 DIGITS = 6
-"""Decimal places of a share in the programme, as the solver refuses numbers next to 0."""
+"""Decimal places of a share in the programme, as the solver refuses numbers close to 0."""
 HALF = 0.5
-"""Largest difference between a number of micro-batches and the share of all that the number was rounded from."""
+"""Largest difference between a share times all micro-batches and the whole number that it is rounded to."""
 MB = 1e6
 LEAST_SECONDS = 1e-9
-"""Fewer seconds count as none in the programme: the solver refuses numbers next to 0."""
+"""Fewer seconds count as none in the programme, as the solver refuses numbers close to 0."""
 LANES = ("link", "host", "accelerator")
 
 
@@ -72,10 +72,10 @@ def best(
 
 
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
-    """Return a throughput in tokens per second that some sizes reach, with which the search begins as λ.
+    """Return the first λ of the search: a throughput, in tokens per second, that some of the sizes reach.
 
-    It is the highest one with none or all of the KV cache on the accelerator; 0 if the cache's share is fixed. The
-    better it is, the fewer iterations the search needs.
+    It is the highest throughput with none or all of the KV cache on the accelerator; 0 if the cache's share is fixed.
+    The higher it is, the fewer iterations the search needs.
     """
     if setting.kv_on_gpu is not None:
         return 0.0
@@ -201,9 +201,10 @@ class _Programme:
         return _choice(setting, self._traits, option, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, option: SizeOption, taken: Any) -> list[tuple[MicroBatchCost, Any]]:
-        """Add two variables for an option: its micro-batches with their KV cache on the host, and on the accelerator.
+        """Add variables for the numbers of an option's micro-batches with KV cache on the host and on the accelerator.
 
-        Both variables are 0 unless the binary variable `taken` is 1.
+        If the policy does not split the cache, there is one variable. All are 0 unless the binary variable `taken`
+        is 1.
 
         Returns:
             Pairs of a micro-batch's cost and the variable for the number of micro-batches.

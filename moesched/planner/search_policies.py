@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 FIRST = "resident"
 """The policy that wins a tie, since it moves nothing."""
 TIE = 1.05
-"""A policy beats `FIRST` at first sight only if it is faster by more than this factor, since estimates are rough."""
+"""In an estimate, a policy beats `FIRST` only if it is faster by more than this factor, since estimates are rough."""
 PROMISING = 0.75
 """A policy's sizes are searched for if its rate is at least this share of the best rate so far."""
 MOST_TASKS = 60_000
@@ -41,7 +41,7 @@ MOST_TASKS = 60_000
 MOST_DEEP_TASKS = 200_000
 """Largest number of tasks in a run of all layers for a policy that comes close to the best."""
 MOST_FAR_TASKS = 100_000
-"""Largest number of tasks in the runs of all layers of policies that do not come close to the best, all together."""
+"""Largest total of tasks in the runs of all layers of policies that do not come close to the best."""
 
 
 class BestPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ def plan_best(
     """Search for the plan that is best in an objective.
 
     Args:
-        lengths: prompt lengths in tokens; their number is the most requests of a batch.
+        lengths: prompt lengths in tokens; a batch has at most as many requests.
         policies: policies to search, which take `settings`; by default all that one machine can run.
         micro_batch_size: requests of a micro-batch; None to choose them.
         band: whether to find the uncertainty band of the best plan's figures.
@@ -229,7 +229,7 @@ def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) 
     """Return the policies to search; if `policies` is None, all policies that one machine can run.
 
     Raises:
-        BadInput: there are settings, but no policy is named that they are for.
+        BadInput: settings are given, but not the policy that they are for.
     """
     if policies is not None:
         return list(policies)

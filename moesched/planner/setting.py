@@ -31,7 +31,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     Attributes:
         make: makes a new policy for each plan; takes the argument `kv_on_gpu` if the policy splits the KV cache.
-        lengths: prompt lengths in tokens; their number is the most requests of a batch.
+        lengths: prompt lengths in tokens; a batch has at most as many requests.
         budgets: bytes by memory; by default the machine's capacities.
         slot_bytes: a function from a page to the bytes of its slot on the device; None if pages take their own bytes.
         splits_kv: whether the policy has a setting for the share of the KV cache that stays on the accelerator.

@@ -21,9 +21,9 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
 SHARE_DIFFERS = 0.05
-"""Most by which the share of resident weights, or of the KV cache, may differ from the whole model's share."""
+"""Largest difference from the whole model's share of resident weights, or of the KV cache, on the accelerator."""
 POOL_DIFFERS = 1.5
-"""Most by which a pool may be larger than in proportion to the number of layers, as a factor."""
+"""Largest factor by which a pool may exceed its size in proportion to the number of layers."""
 
 
 class Cut(NamedTuple):
@@ -82,7 +82,7 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
 
     Returns:
-        The cut model with its plan and policy; None if no number of layers is like the whole model.
+        The cut model with its plan and policy; None if no cut model's plan is like the whole model's.
     """
     for depth in depths_of(setting):
         found = _alike(cut(setting, depth), plan, share)

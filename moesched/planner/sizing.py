@@ -24,7 +24,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_AT_ONCE = 8
 """All requests are tried as one batch if they fill at most this number of the planner's batches."""
 FASTER = 1.05
-"""Other batches replace those with the highest throughput if they make all requests more than this factor faster."""
+"""Factor by which other batches must be faster, over all requests, to replace those with the highest throughput."""
 AS_FAST = 1.02
 """Several batches must be faster than a single one by more than this factor."""
 BETTER = 1.001
@@ -42,7 +42,7 @@ def choose_sizes(
 
     Args:
         setting: the policy's setting, with the prompt lengths of all requests in order of arrival.
-        wanted: the sizes that the user gave; None for sizes to choose.
+        wanted: the sizes that the user gave; None if the user gave none.
         successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
 
     Raises:
@@ -121,7 +121,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
-    """Return the sizes of batches to run as in a schedule that was found for the setting's policy."""
+    """Return the sizes with which batches run like a schedule that was found for the setting's policy."""
     share = schedule.kv_on_gpu if setting.splits_kv else None
     cut = with_chunk(setting, schedule.chunk)
     plan, _ = cut.plan(cut.batch(schedule.point.micro_batches, schedule.micro_batch_size), kv_on_gpu=share)
@@ -259,7 +259,8 @@ def _batch_sizes(setting: Setting, point: SchedulePoint) -> BatchSizes:
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[SchedulePoint]:
     """Return sizes for all requests in micro-batches of `size`, prefilled in chunks of `chunk` tokens (None: whole).
 
-    There is one for each share of the KV cache on the accelerator that fits: tenths, or the setting's fixed share.
+    The list has one point for each share of the KV cache on the accelerator that fits: each tenth, or the setting's
+    fixed share.
     """
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)

@@ -28,10 +28,10 @@ from moesched.steps.run_state import RunState
 from moesched.work import Work
 
 MANY = 5
-"""From this number of micro-batches on, each further one costs equal bytes: they share the buffers of a layer."""
+"""From this number of micro-batches on, each further one costs equal bytes, since they share the buffers of a layer."""
 
 TIGHT_PLANS = 3
-"""Most plans, each with less memory than the one before, from which the least size of a policy's buffer is learned."""
+"""Largest number of plans, each with less memory than the one before, made to find a policy's smallest buffer."""
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraitProbe:
-    """Finds the traits of a policy, from its plans with unlimited memory and with too little memory.
+    """Finds the traits of a policy, from its plans with unlimited memory and with too little for all weights.
 
     Attributes:
         few: whether plans of a few layers show the traits; a policy may refuse to plan so small a model.

@@ -37,8 +37,8 @@ class TrialFigures(msgspec.Struct, frozen=True):
         prefill_seconds: time from the end of loading to the last prompt's first token.
         first_token_seconds: time from the end of loading to a prompt's first token, on average.
         step_seconds: time of a decode step in the middle of the generation; 0 if there is none.
-        utilization: for each lane, the share of such a step in which the lane is busy; of the prefill if there is no
-            decode step.
+        utilization: for each lane, the share of such a step in which the lane is busy; if there is no decode step, the
+            share of the prefill.
         prefill_utilization: for each lane, the share of the prefill in which the lane is busy.
         prefill: start and end of the prefill, in nanoseconds.
         decode: start and end, in nanoseconds, of the `steps` decode steps whose mean time is `step_seconds`.
@@ -100,7 +100,7 @@ def trial_run(
 
     Args:
         cost: the cost model; by default the measured costs of the plan's machine, or its roofline.
-        recorder: records the tasks.
+        recorder: records the run's tasks for a trace; None for no trace.
         peers: plans and policies of the other nodes, if several run one model.
         most_steps: the largest number of steps to run, the prefill included.
     """

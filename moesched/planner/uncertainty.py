@@ -1,4 +1,4 @@
-"""Computes a prediction's uncertainty band by trial runs with each uncertain rate in turn at its low and high end.
+"""Computes the uncertainty band of a prediction: trial runs set each uncertain rate in turn to its low and high end.
 
 The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
 add up as squares, on a logarithmic scale. The error of the model itself is one more such effect.
@@ -30,11 +30,11 @@ from moesched.work import Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
 LEAST = 0.05
-"""A rate is taken to change no figure if it changes all tasks' time by less than this share of prefill and decode."""
+"""A rate counts as without effect if it changes the sum of task times by less than this share of prefill and decode."""
 MOST_STEPS = 3
 """Steps of a trial run with a changed rate, the prefill included."""
 OMITTED = 1.2
-"""Factor by which a machine is slower or faster than predicted even if all its rates or costs are known.
+"""Factor by which a machine may be slower or faster than predicted even if all its rates or costs are known.
 
 It is about the largest error of docs/fidelity.md on a calibrated machine; for others it is assumed.
 """
@@ -72,7 +72,7 @@ class Uncertainty(NamedTuple):
 
 
 RunsProgress: TypeAlias = Callable[[int, int], object]
-"""Callback that is given the number of runs that are done, and of all runs."""
+"""Callback that is given the number of finished trial runs and the number of all trial runs."""
 
 
 def ignore_runs(done: int, total: int) -> None:
@@ -172,14 +172,14 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """Return the change of task times under another cost model, over the time of the phase that changes most."""
+        """Return the change of task times under another cost model, as a share of the phase that changes most."""
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,
         )
 
     def _moved(self, phase: Phase, cost: CostModel) -> float:
-        """Return the summed changes of the times of a phase's tasks under another cost model, in nanoseconds."""
+        """Return the sum of the changes of a phase's task times under another cost model, in nanoseconds."""
         return 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
             for work, count in self._works[phase].values()

@@ -22,7 +22,7 @@ STATES = ("done", "failed")
 
 
 def run_columns(columns: Columns, title: str, recording: Recording, shift: int = 0) -> dict[str, Any]:
-    """Add a run's numbers to `columns`, and return the JSON value of the run, which refers to them.
+    """Add a run's numbers to `columns`, and return the JSON value of the run, which refers to these columns.
 
     Args:
         columns: the columns of the page's data.
@@ -144,8 +144,8 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
     """Add columns with the tasks that each task depends on, and return the JSON value that refers to the columns.
 
-    Column `count` has, for each task, the number of tasks that it depends on. Column `back` has, for each of those, how
-    many positions before the task it is in the run's list, as small numbers compress well.
+    Column `count` has, for each task, the number of tasks that it depends on. Column `back` has, for each of those, the
+    number of positions by which it precedes the task in the run's list, as small numbers compress well.
     """
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {

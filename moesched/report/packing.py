@@ -1,7 +1,7 @@
 """Packs a JSON value and columns of numbers into base64 text, which a page holds and its scripts unpack.
 
-The bytes are the length of the JSON value, in four bytes, the JSON value, and the columns, compressed with zlib. In the
-JSON value a column is replaced by `{"column": type, "at": first byte, "length": number of items}`. All numbers are
+Compressed with zlib are: four bytes with the length of the JSON value, the JSON value, and the columns. In the JSON
+value, `{"column": type, "at": first byte, "length": number of items}` stands for a column. All numbers are
 little-endian, and every column begins at a multiple of 8 bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Assembles an HTML page of template, styles, scripts, sections and data, in one text that loads nothing."""
+"""Assembles an HTML page from template, styles, scripts, sections and data, as one text that loads nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def page(title: str, sections: Mapping[str, str], rules: str, data: str) -> str:
         "script": scripts[1],
         "data": data,
     }
-    # In one pass, so that nothing in a name is taken for a place.
+    # In one pass, so that text that was filled in is never taken for a place.
     return _PLACE.sub(lambda place: places[place[1]], _asset("page.html"))
 
 

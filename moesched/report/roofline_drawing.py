@@ -55,7 +55,8 @@ class _Scale:
 def roofline_section(recording: Recording, roofs: Mapping[str, Roof]) -> str:
     """Return the HTML section with the roofline and the run's kernels on it; empty if no task computes.
 
-    `roofs` has the limits of the processors, by name.
+    Args:
+        roofs: the limits of the processors, by name.
     """
     points = kernel_points(recording, roofs)[:SHOWN_POINTS]
     if not points:
@@ -171,7 +172,8 @@ class KernelPoint(NamedTuple):
 def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[KernelPoint]:
     """Compute the roofline's points of a run's kernels; the points with the longest total time come first.
 
-    roofs: the limits of each processor, by its name; the limits of other processors are not known.
+    Args:
+        roofs: the limits of each processor, by its name; the limits of other processors are not known.
     """
     sums: dict[tuple[str, str, str], list[float]] = {}
     for each in recording.slices:

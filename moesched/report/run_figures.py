@@ -32,7 +32,7 @@ def run_figures(
     """Return the figures for the top of a run's page: each as text, with its unit, by name.
 
     Args:
-        explanation: the run's explanation; None leaves its figures out.
+        explanation: the run's explanation; None to leave out the figures that come from it.
         report: the run's report as JSON values; empty if there is none.
     """
     found: dict[str, str] = {}

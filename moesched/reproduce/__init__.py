@@ -1,4 +1,4 @@
-"""Comparison of figures that papers print with our predictions for them on the virtual clock."""
+"""Comparison of the figures in papers with our own predictions of them, made on the virtual clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRINTED: dict[str, PrintedPaper] = {
     "twiddler": twiddler_paper(),
     "mac-cluster": mac_paper(),
 }
-"""The printed figures, sections and claims of each paper, by its name."""
+"""The printed figures, sections and claims of each paper, by the paper's name."""
 _MAKE = {"moe-lightning": moe_lightning_made, "twiddler": twiddler_made, "mac-cluster": mac_cluster_made}
 SECTIONS = {name: tuple(paper.sections) for name, paper in PRINTED.items()}
 """Names of the sections of each paper's reproduction, in order, by the paper's name."""

@@ -1,4 +1,4 @@
-"""Drawing of a reproduction's sections as pictures, with matplotlib, an extra: pip install 'moesched[plots]'."""
+"""Draws a reproduction's sections as pictures by matplotlib, which is an extra: pip install 'moesched[plots]'."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require_folder(folder: Path) -> None:
 
 
 def picture_files(paper: str, folder: Path) -> list[Path]:
-    """Return the files of all pictures of a paper's sections; none where the paper is unknown."""
+    """Return the files of all pictures of a paper's sections; an empty list if the paper is unknown."""
     if paper not in PRINTED:
         return []
     drawn = [name for name, words in PRINTED[paper].sections.items() if words.picture is not None]
@@ -41,7 +41,7 @@ def picture_files(paper: str, folder: Path) -> list[Path]:
 
 
 def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
-    """Draw each section that is more than a table as PAPER-SECTION.png and .svg, and return the files.
+    """Draw each section that has a picture as PAPER-SECTION.png and .svg, and return the files.
 
     Raises:
         BadInput: `folder` is not a folder, matplotlib is not installed, or a file cannot be written.

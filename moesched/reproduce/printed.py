@@ -12,11 +12,11 @@ from moesched.reproduce.report import Accuracy, Claim, Section, Value, agrees, s
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lines of a picture: rows of a section that have the same name are joined by one line.
+    """Lines of a picture: one line joins all rows of a section that have the same name.
 
     Attributes:
         y: key of a row's value on the y axis.
-        name: format string that makes the line's name of a row's values, such as "{system}".
+        name: format string that makes a line's name from a row's values, such as "{system}".
         style: matplotlib's line style.
     """
 
@@ -29,7 +29,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The picture of a section's rows.
 
     Attributes:
-        kind: "lines" or "bars", whose values `x` and `lines` give; "map" and "parts" are drawn for particular sections.
+        kind: "lines", whose values `x` and `lines` give; "bars", "map" and "parts" are drawn for particular sections.
         x: key of a row's value on the x axis; or a format string, whose result labels the row's place on the x axis.
         y: label of the y axis.
         panels: key by whose values the rows are divided into panels; empty for a single panel.

@@ -60,7 +60,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         cells: number of predicted cells, without cells that a rate was fitted to.
         median_error: median of the absolute relative errors.
         pairs: number of pairs of systems in one column that are more than 20 % apart in the paper.
-        wrong: the pairs among them that our predictions put in the other order, in words.
+        wrong: those of these pairs that our predictions put in the other order, in words.
     """
 
     cells: int
@@ -70,12 +70,12 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
-    """A paper's figures beside our predictions, none of which was measured.
+    """A paper's figures beside ours, which are all predicted and not measured.
 
     Attributes:
         calibration: a row for each rate that the paper does not give, with the cell that it was fitted to.
         accuracy: errors of the tables' predicted cells; None if the tables' sections were not made.
-        accuracy_as_drawn: the errors with FlexGen's schedule of MoE-Lightning's Fig. 6; None for other papers.
+        accuracy_as_drawn: the errors with FlexGen's schedule as MoE-Lightning's Fig. 6 draws it; None for other papers.
         accuracy_sustained: the errors at the profiles' sustained rates, without fits; None if they were not predicted.
         wall_seconds: time that the predictions took.
     """

@@ -92,11 +92,13 @@ def assign_requests(
 
 
 def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_request: int = 0) -> Batch:
-    """Form the next batch of as many of the first prompts (lengths) as the sizes allow, balanced over micro-batches.
+    """Form the next batch from as many of the first requests as the sizes allow, balanced over micro-batches.
 
     Requests are taken in order. If some do not fit in the cache, the batch ends before them, so that later requests do
     not overtake them.
 
+    Args:
+        prompts: prompt lengths in tokens, by request.
     Raises:
         BadInput: a single request exceeds the cache of a micro-batch.
     """
@@ -121,8 +123,10 @@ def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_r
 
 
 def batches_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes) -> Iterator[Batch]:
-    """Yield batches until all requests (prompt lengths) are taken; those that do not fit in a batch are in the next.
+    """Yield batches until all requests are taken; requests that do not fit in one batch go to the next.
 
+    Args:
+        prompts: prompt lengths in tokens, by request.
     Raises:
         BadInput: a single request exceeds the cache of a micro-batch.
     """

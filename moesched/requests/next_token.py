@@ -28,6 +28,7 @@ def sample(
     """Choose a token for each row of logits.
 
     Args:
+        logits_SV: logits (rows, vocabulary).
         sampling: the settings for all rows, or one for each row.
         requests: index of each row's request among all requests of the run.
         positions: position of each row's token in its sequence.
@@ -139,6 +140,8 @@ def logprobs_of(logits_SV: Logits, tokens: Sequence[int], likeliest: int) -> lis
     """Return the log probability of one token for each row of logits, by the model's own distribution.
 
     Args:
+        logits_SV: logits (rows, vocabulary).
+        tokens: the token of each row.
         likeliest: the number of likeliest tokens to name for each row, with their log probabilities.
     """
     found = []

@@ -24,13 +24,13 @@ NPY_MAGIC = b"\x93NUMPY"
 NPZ_MAGIC = b"PK\x03\x04"
 
 MOST_BYTES = 400_000_000
-"""Limit of all arrays of a file: 1.5 million tokens of a model with 32 layers and 8 experts per token."""
+"""Most bytes of a file's arrays together: 1.5 million tokens of a model with 32 layers and 8 experts per token."""
 MOST_ARRAYS = 10_000
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
-# Those of zipfile, zlib and numpy's headers, which are Python expressions.
+# Errors of zipfile, of zlib, and of numpy's headers, which are Python expressions.
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, SyntaxError, MemoryError),
     *(RuntimeError, OverflowError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),

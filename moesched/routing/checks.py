@@ -94,7 +94,8 @@ def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Int
 def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -> None:
     """Check that the trace `where` has no choices in layers without experts: there, all ids of a token are equal.
 
-    chosen_TLk: expert ids (tokens, layers, top_k) of all layers.
+    Args:
+        chosen_TLk: expert ids (tokens, layers, top_k) of all layers.
 
     Raises:
         BadInput: a token has different ids in a layer without experts.
@@ -111,7 +112,8 @@ def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -
 def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
     """Add the layers without experts to expert ids, filled with zeros; returns (tokens, layers, top_k) for all layers.
 
-    chosen_Tlk: expert ids (tokens, layers with experts, top_k).
+    Args:
+        chosen_Tlk: expert ids (tokens, layers with experts, top_k).
     """
     routed = routed_layers(config)
     if len(routed) == config.layers:

@@ -25,7 +25,7 @@ class ExpertChoices(Protocol):
         """Number of experts in a layer."""
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Return the ids (T, k) of the experts that T tokens choose in a layer, ascending in each row.
+        """Return the ids (T, top_k) of the experts that T tokens choose in a layer, ascending in each row.
 
         Args:
             requests_T: the index of each token's request.
@@ -74,9 +74,10 @@ class BatchRouting:
 def counted(
     choices: ExpertChoices, layer: int, requests_T: Integers, positions_T: Integers
 ) -> dict[int, int]:
-    """Return the number of T tokens that choose each expert of a layer, by expert id, ascending, without zeros.
+    """Count the tokens that choose each expert of a layer, by expert id, ascending, without zeros.
 
-    requests_T, positions_T: the request and the position of each token, as for `ExpertChoices.of_tokens`.
+    Args:
+        requests_T, positions_T: the request and the position of each token, as for `ExpertChoices.of_tokens`.
     """
     chosen_Tk = choices.of_tokens(layer, requests_T, positions_T)
     counts = np.bincount(chosen_Tk.ravel(), minlength=choices.experts).tolist()

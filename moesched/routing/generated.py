@@ -27,7 +27,7 @@ class _Table(NamedTuple):
 
     Attributes:
         experts: expert ids (`ORDERS` * experts,).
-        ends: running sums of the experts' shares, begun anew in each order; n * (`top_k` + 1) is added in order n.
+        ends: running sums of the experts' shares, which start at n * (`top_k` + 1) in order n.
     """
 
     experts: Integers
@@ -56,9 +56,11 @@ class GeneratedChoices:
         self._start = cache(self._make_start)
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Return the ids (T, k) of the experts that T tokens choose in a layer, ascending in each row.
+        """Return the ids (T, top_k) of the experts that T tokens choose in a layer, ascending in each row.
 
-        requests_T, positions_T: the index of each token's request, and each token's position in its request, from 0.
+        Args:
+            requests_T: the index of each token's request.
+            positions_T: each token's position in its request, from 0.
         """
         drawn_T = self._drawn_at(layer, requests_T, positions_T)
         order_T, rest_T = np.divmod(ORDERS * self._numbers(layer, _CHOICE, requests_T, drawn_T), 1.0)
@@ -94,7 +96,8 @@ class GeneratedChoices:
     def _numbers(self, layer: int, purpose: int, requests_T: Integers, positions_T: Integers) -> Floats:
         """Return a random number in [0, 1) for each of T tokens (T,), a function of the seed and the arguments alone.
 
-        purpose: `_CHOICE` or `_REPEAT`, so that numbers for different uses differ.
+        Args:
+            purpose: `_CHOICE` or `_REPEAT`, so that numbers for different uses differ.
         """
         bits_T = _mix(self._start(layer, purpose) + requests_T.astype(np.uint64) * _STRIDE)
         bits_T = _mix(bits_T + positions_T.astype(np.uint64) * _STRIDE)

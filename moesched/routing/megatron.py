@@ -121,7 +121,8 @@ def _record(where: str, line: int, text: bytes) -> _Record:
 def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
     """Return the record's expert ids (tokens, top_k), each row checked and sorted.
 
-    where: the record's file and line, for error messages.
+    Args:
+        where: the record's file and line, for error messages.
 
     Raises:
         BadInput: the number of tokens or of experts is wrong, or `sorted_choices` refuses a row.

@@ -35,7 +35,7 @@ class ObservedRouting:
         return any(len(seen) > 1 for seen in self._rows.values())
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Return the micro-batch's number of tokens for each expert in the run, by expert id; `tokens` is not used."""
+        """Return the number of tokens that chose each expert in the run, by expert id; `tokens` is not used."""
         return dict(self._chosen[step, layer, micro_batch])
 
     def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:

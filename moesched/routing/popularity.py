@@ -26,8 +26,8 @@ MIXTRAL_VALUES = (
 )
 """Popularity of Mixtral 8x7B's 256 experts, from the least popular (rank 0) to the most popular, which has 1.
 
-Twiddler (Appendix C) prints statistics, not values. The line through these points has all of them: mean, deviation,
-minimum, quartiles, 15 experts below 0.6 and 27 above 0.8, and the hit rates.
+Twiddler (Appendix C) prints statistics, not values. The line through these points has all these statistics: mean,
+deviation, minimum, quartiles, 15 experts below 0.6 and 27 above 0.8, and the hit rates.
 """
 
 ROUNDING = 1e-12
@@ -58,7 +58,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LikeMixtral:
-    """Popularity as of Mixtral 8x7B on ShareGPT (Twiddler, Appendix C), for any number of layers and experts."""
+    """Popularity like Mixtral 8x7B's on ShareGPT (Twiddler, Appendix C), for any number of layers and experts."""
 
     locality: float = 0.0
 
@@ -128,7 +128,7 @@ def layer_weights(popularity: Popularity, config: ModelConfig, seed: int) -> Flo
 
 
 def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tokens: int) -> RoutingProfile:
-    """Make the profile that a popularity leads to after `tokens` tokens: counts are shares times tokens, rounded."""
+    """Make the profile to expect after `tokens` tokens with a popularity: counts are shares times tokens, rounded."""
     shares_LE = shares_of(layer_weights(popularity, config, seed), config.routed.top_k)
     counts_LE = np.rint(shares_LE * tokens).astype(np.int64)
     counts_LE[layers_without_experts(config)] = 0
@@ -161,7 +161,8 @@ def _shares(layer: int, weights_E: Floats, top_k: int) -> Floats:
 def _level(dealt_LE: Floats) -> None:
     """Swap single values between layers, in place, until no swap brings the layers' sums closer to their mean.
 
-    dealt_LE: values (layers, experts).
+    Args:
+        dealt_LE: values (layers, experts).
     """
     while True:
         over_L = dealt_LE.sum(axis=1) - dealt_LE.sum() / len(dealt_LE)

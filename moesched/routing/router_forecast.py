@@ -41,7 +41,8 @@ class RouterForecast:
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int, ahead: int = 1) -> dict[int, int]:
         """Predict the number of a micro-batch's tokens for each expert of `layer`, by expert id, ascending.
 
-        ahead: number of layers before `layer` at which the prediction is made.
+        Args:
+            ahead: number of layers before `layer` at which the prediction is made.
         """
         accuracy = self._accuracy**ahead
         chosen = self._routing.choose(step, layer, micro_batch, tokens)

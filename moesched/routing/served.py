@@ -1,4 +1,4 @@
-"""The routing of simulations whose requests join and leave, made of the choices of single tokens."""
+"""The routing of simulations whose requests join and leave, counted from the choices of single tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ KEPT_STEPS = 2
 class ServedRouting:
     """The `Routing` of a simulation whose requests join and leave: it looks up each token's experts and counts them.
 
-    choices: the source of the experts of single tokens.
+    Args:
+        choices: the source of the experts of single tokens.
     """
 
     def __init__(self, choices: ExpertChoices) -> None:
@@ -42,7 +43,8 @@ class ServedRouting:
 
         Experts that no token chooses are left out. `tokens` is not used.
 
-        step: the number of the run's step, as given to `begin`.
+        Args:
+            step: the number of the run's step, as given to `begin`.
         """
         requests_T, positions_T = self._tokens[micro_batch][step]
         return counted(self._choices, layer, requests_T, positions_T)

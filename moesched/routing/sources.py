@@ -21,7 +21,7 @@ from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
 
 GENERATED_TOKENS = 1_000_000
-"""Tokens in the profile of a generator."""
+"""Number of tokens for which a generator's profile states expected counts."""
 
 
 RoutingGiven = str | RoutingTrace | RoutingProfile

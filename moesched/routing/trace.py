@@ -5,8 +5,8 @@ The file is compressed by numpy (`numpy.load` reads it) and has these arrays:
     chosen          (tokens, layers, top_k), uint8 or uint16: expert ids, ascending; tokens in order of request and
                     position; zeros in layers without experts
     request_tokens  (requests,), int64: tokens of each request
-    prompt_tokens   (requests,), int64: tokens of each prompt, which are step 0; each later token is a step; 0 if the
-                    trace of another tool does not tell
+    prompt_tokens   (requests,), int64: tokens of each prompt, which are step 0; each later token is a step; 0 if it is
+                    not known, as in traces of some other tools
     experts         (), int64: experts in a layer
     model           (), text: name of the model
 """
@@ -43,7 +43,9 @@ class RoutingTrace(NamedTuple):
     def profile(self, without_experts: Collection[int] = ()) -> RoutingProfile:
         """Count the tokens that chose each expert; all counts of layers without experts are 0.
 
-        without_experts: the layers without experts; may be empty if top_k is above 1, as zeros mark them then.
+        Args:
+            without_experts: the layers without experts. May be empty if top_k is above 1: ids that are all zero then
+                mark such layers.
         """
         layers, experts, top_k = self.shape
         counts = [
@@ -83,9 +85,11 @@ class RecordedChoices:
         self._starts = np.cumsum(trace.request_tokens) - trace.request_tokens
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Return the ids (T, k) of the experts that T tokens choose in a layer, ascending in each row.
+        """Return the ids (T, top_k) of the experts that T tokens choose in a layer, ascending in each row.
 
-        requests_T, positions_T: the index of each token's request, and each token's position in its request, from 0.
+        Args:
+            requests_T: the index of each token's request.
+            positions_T: each token's position in its request, from 0.
         """
         recorded_T = requests_T % len(self._lengths)
         rows_T = self._starts[recorded_T] + positions_T % self._lengths[recorded_T]
@@ -100,7 +104,8 @@ class RecordedChoices:
     def unused(self, lengths: Sequence[int]) -> int:
         """Return the number of the trace's tokens that a simulation does not use.
 
-        lengths: number of tokens of each simulated request.
+        Args:
+            lengths: number of tokens of each simulated request.
         """
         used = np.zeros_like(self._lengths)
         for request, length in enumerate(lengths):

@@ -1,1 +1,1 @@
-"""Runs: each takes one batch through one policy, on hardware or on the virtual clock, and returns a report."""
+"""Runs: a policy runs batches, or requests that join and leave, on hardware or on the virtual clock."""

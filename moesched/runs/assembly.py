@@ -27,7 +27,7 @@ class RankRun(NamedTuple, Generic[EngineType]):
         lanes: the rank's lanes, by name.
         engine: orders the rank's tasks.
         run_state: the state that all steps share.
-        generation: its coroutine has the policy schedule all steps, and collects the tokens.
+        generation: has the coroutine that lets the policy schedule all steps, and collects the tokens.
     """
 
     rank: Rank
@@ -77,12 +77,12 @@ def assemble(
 
     Args:
         rank: the rank's plan, policy and device.
-        make_engine: makes the engine of some lanes.
+        make_engine: makes the rank's engine, given its lanes.
         kinds: the kind of each lane on the rank's device, by the lane's name.
-        tokens: stop tokens of requests, and the callback for their tokens.
+        tokens: stop tokens, and the callback for new tokens.
         steps: number of steps to run; by default all of the plan's batch.
         age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
-        chosen: the rows of the experts that tokens choose, in a simulation with a given routing.
+        chosen: returns the rows of each expert that a task's tokens choose; None except in simulations with a routing.
     """
     lanes = make_lanes(rank.plan, kinds)
     engine = make_engine(lanes.values())

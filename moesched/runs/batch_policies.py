@@ -8,7 +8,7 @@ from moesched.seams import Policy, keeps_state
 
 
 class BatchPolicies:
-    """Makes the policy objects of successive batches, for each rank (accelerator or node) apart.
+    """Makes the policy objects of successive batches, separately for each rank (accelerator or node).
 
     Args:
         make: creates a policy object.

@@ -42,7 +42,7 @@ class CellProgress(Listener):
         self._pages = self._loaded = self._tokens = self._most = 0
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show the device's preparation before the first step: its name `what`, and that `done` of `total` is done."""
+        """Show that the device has done `done` of `total` units of the preparation named `what`."""
         self._line.show(what, done, total)
 
     def planned(self, plan: Plan) -> None:

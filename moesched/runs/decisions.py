@@ -33,10 +33,11 @@ def simulated_decisions(
 
     Args:
         routing: the experts that tokens choose; by default uniform, with seed 0.
-        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing will choose one
-            layer later, from 0 to 1; n layers later it is this to the power of n.
-        tokens: tokens that each request generates, such as a real run's tokens; by default, and after these, zeros.
-        by_step: pass the routing the number of a task's step, not of tokens that its micro-batch had generated.
+        preview_accuracy: probability (0 to 1) that `Step.preview_route` forecasts an expert which the routing chooses
+            in the next layer; n layers ahead, it is this number to the power of n.
+        tokens: tokens that each request generates, such as those of a real run; after them, and by default, zeros.
+        by_step: whether to ask the routing by the number of a task's step; otherwise, by the number of tokens that the
+            task's micro-batch had generated.
     """
     config = plan.layout.config
     moment = _moment(by_step=by_step)
@@ -71,11 +72,11 @@ def simulated_decisions(
 
 
 def rows_of_experts(routing: Routing | None, *, by_step: bool = False) -> RowsOfExperts | None:
-    """Return a function of the rows of each expert that a task's tokens choose in its layer.
+    """Return a function that takes a task, and returns the number of rows of each expert that the task's tokens choose.
 
-    None if tokens choose experts uniformly: then the mean stands for every task, and tasks of equal size cost the same.
+    Return None if tokens choose experts uniformly: then all tasks of equal size cost the same, the mean.
 
-    The arguments are those of `simulated_decisions`.
+    For the arguments, see `simulated_decisions`.
     """
     if routing is None or isinstance(routing, SeededRouting):
         return None
@@ -88,7 +89,7 @@ def rows_of_experts(routing: Routing | None, *, by_step: bool = False) -> RowsOf
 
 
 def _moment(*, by_step: bool) -> Callable[[Task], int]:
-    """Return the function of a task that gives the step which a routing is asked for."""
+    """Return a function that takes a task, and returns the number of the step for which to ask the routing."""
     return attrgetter("step" if by_step else "generated")
 
 

@@ -1,4 +1,4 @@
-"""Checks what a device gives in a run: kinds of lanes, sizes of slots, the rows of experts, and tokens."""
+"""Checks the values that a device gives in a run: kinds of lanes, sizes of slots, rows of experts, and tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lane_kinds(device: Device) -> Mapping[str, LaneKind]:
     """Return the kind of each lane of a device, by name.
 
     Raises:
-        BadInput: the device has no `kinds` or no `streams`, or its `kinds` are none.
+        BadInput: the device has no `kinds` or no `streams`, or its `kinds` do not map names to kinds of lanes.
     """
     name = type(device).__name__
     kinds: object
@@ -45,7 +45,7 @@ def checked_slot_bytes(device: Device, page: Page) -> int:
     """Return the bytes that a page takes in a slot of a device.
 
     Raises:
-        BadInput: the device gives no integer, or too small a one.
+        BadInput: the device gives no integer, or one that is too small.
     """
     given: object = device.slot_bytes(page)
     size = _integer(given, page.nbytes)
@@ -64,15 +64,16 @@ def value_checks(device: Device, plan: Plan) -> dict[str, Callable[[Task, Any], 
 
 
 def checked_rows(device: str, plan: Plan, routed: Task, value: Any, *, scored: bool) -> Mapping[int, int]:
-    """Return the number of rows of each expert that has any, in ints, as a device gives it for a routing task.
+    """Check the value of a routing task; return it with ints: the number of rows of each expert that has any.
 
     Args:
         device: name of the device's class.
-        value: what the device gives.
-        scored: whether router scores belong to the value.
+        routed: the routing task.
+        value: the value that the device gives for this task.
+        scored: whether the value must have router scores.
 
     Raises:
-        WrongValue: rows or scores are none.
+        WrongValue: the value has no valid rows, or no scores.
     """
     experts = plan.layout.experts_of(routed.layer)
     rows = _rows(value, experts)
@@ -92,15 +93,16 @@ def checked_rows(device: str, plan: Plan, routed: Task, value: Any, *, scored: b
 
 
 def checked_tokens(tokens: Any, sequences: int, sample: Task, device: str, least: int) -> list[int]:
-    """Return the token of each sequence, in ints, as a device gives them for a `sample` task.
+    """Check the value of a `sample` task; return it with ints: the token of each sequence.
 
     Args:
-        tokens: the task's value.
+        tokens: the value that the device gives for this task.
+        sequences: number of sequences.
         device: name of the device's class.
         least: the smallest id that a device may give.
 
     Raises:
-        WrongValue: there is no token for each sequence.
+        WrongValue: the value is not a list with a valid token for each sequence.
     """
     fault = _fault(tokens, sequences) or next(
         (f"the token {shown(each)}" for each in tokens if _integer(each, least) is None), None
@@ -117,11 +119,12 @@ def require_standings(standings: Any, requests: int, sample: Task, device: str) 
     """Check that the value of a `sample` task has the state of each request's beam search.
 
     Args:
-        standings: the task's value.
+        standings: the value that the device gives for this task.
+        requests: number of requests.
         device: name of the device's class.
 
     Raises:
-        WrongValue: it has not; the message names the device and its method.
+        WrongValue: a state is missing or of another type; the message names the device and its method.
     """
     fault = _fault(standings, requests) or next(
         (shown(each) for each in standings if not isinstance(each, Standing)), None
@@ -134,7 +137,7 @@ def require_standings(standings: Any, requests: int, sample: Task, device: str) 
 
 
 def _rows(value: Any, experts: range) -> dict[int, int] | None:
-    """Return the rows of each expert that has any, in ints; None if the value is none of that."""
+    """Return the number of rows of each expert that has any, as ints; None if the value is not a mapping of these."""
     rows: dict[int, int] = {}
     if not isinstance(value, Mapping):
         return None
@@ -147,16 +150,16 @@ def _rows(value: Any, experts: range) -> dict[int, int] | None:
 
 
 def _fault(values: Any, count: int) -> str | None:
-    """Return what is wrong with a list of `count` values, whatever these are; None if nothing is."""
+    """Describe the fault if `values` is not a list of `count` values, of any type; return None if it is."""
     if not isinstance(values, list | tuple):
         return shown(values)
     return None if len(values) == count else f"{len(values)} values to {count} sequences"
 
 
 def _integer(value: Any, least: int) -> int | None:
-    """Return an integer of any type, such as numpy's, as an int; None if it is none, or below `least`.
+    """Return an integer of any type, such as numpy's, as an int; None if `value` is no integer, or is below `least`.
 
-    An int of a derived class, such as a token with its probability, stays as it is.
+    An object of a class derived from int, such as a token with its probability, is returned unchanged.
     """
     try:
         number = value if isinstance(value, int) else index(value)

@@ -1,4 +1,4 @@
-"""Ends a run that completed, was interrupted or failed: an error then carries the report of what was done."""
+"""Ends a run that completed, was interrupted or failed; the error of a failed run carries the report of its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Ending:
 
     Attributes:
         interrupted: whether Ctrl-C or a signal ended the run.
-        error: the error that ended the run; None where there was none.
+        error: the error that ended the run; None if there was none.
     """
 
     def __init__(self) -> None:

@@ -23,13 +23,13 @@ Sampled = tuple[tuple[int, ...], Task]
 
 
 class TokenHandling(NamedTuple):
-    """Stop tokens of requests, and the callback for their tokens.
+    """Stop tokens, and the callback for new tokens.
 
     Attributes:
         stop_tokens: ids of tokens, each of which ends its request.
         on_tokens: called with a micro-batch's new tokens as {request: token}; None for no callback.
-        rows_apart: a function of a number of rows, from the device. It tests whether, in micro-batches of up to that
-            number, each row has the same bits whichever other rows there are. None if rows may depend on each other.
+        rows_apart: the device's function that takes a number of rows; it tests whether, in micro-batches of up to that
+            number, a row's bits are the same whatever the other rows are. None if they may depend on other rows.
     """
 
     stop_tokens: Collection[int] = ()
@@ -45,11 +45,11 @@ class Generation:
     """Generates the tokens of one batch's requests.
 
     Args:
-        tokens: stop tokens of requests, and the callback for their tokens.
-        device: name of the device's class, whose tokens are checked; empty in a simulation.
+        tokens: stop tokens, and the callback for new tokens.
+        device: name of the class of the device, whose tokens are checked; empty in a simulation, without a check.
 
     Attributes:
-        tokens: generated tokens, by request, of the best beam; a stop token ends a request and is kept.
+        tokens: generated tokens by request, with beam search those of the best beam; a stop token is kept.
         scores: the best beam's score, by request; empty without beam search.
         loaded: time at which the resident weights were loaded; nanoseconds.
         busy_loading: busy time of each lane until `loaded`; nanoseconds.
@@ -85,7 +85,10 @@ class Generation:
         self._stopped: set[int] = set()
 
     async def run(self) -> list[list[int]]:
-        """Load weights, prefill and decode; returns requests' tokens. A step is submitted while the one before runs."""
+        """Load the weights, prefill and decode; return the tokens by request.
+
+        Each step is submitted while the step before it runs.
+        """
         self.loaded = await load(self._run)
         self.busy_loading = self.busy = self._busy()
         steps = self._run.steps
@@ -174,7 +177,7 @@ async def load(run_state: RunState) -> int:
     """Load the resident weights, then the pages that are in pools before the first step.
 
     Returns:
-        the time at which the last of them was loaded, in nanoseconds.
+        the time at which the last page was loaded, in nanoseconds.
     """
     resident = [task for kept in run_state.plan.weights.resident for task in run_state.load(kept)]
     loaded = await _end_of(resident)

@@ -65,7 +65,7 @@ def run(
     Args:
         prompts: the token ids of each request's prompt.
         sampling: how tokens are sampled; by default greedily.
-        tokens: stop tokens of requests, and the callback for their tokens.
+        tokens: stop tokens, and the callback for new tokens.
         observers: called with each task of the first rank, when it ends.
         recorder: records the tasks of all ranks, for a trace; None for no trace.
         peers: the other ranks or nodes in this process; `plan`, `policy` and `device` are the first rank's. Observers
@@ -150,7 +150,7 @@ class _HardwareRun:
 
     Attributes:
         rank_runs: the lanes, engine, run state and generation of each rank.
-        began: whether the devices were ready, and the policies began.
+        began: whether the devices became ready, so that the policies could begin.
         interrupted: whether a signal ended the run.
     """
 

@@ -20,7 +20,7 @@ class Listener:
     """Base of listeners. Every method does nothing; a listener overrides those that it needs."""
 
     def opened(self, device: Device) -> None:
-        """Called once the run's device is open (the first rank's, of several), before any batch begins."""
+        """Called once the run's device is open, before any batch begins; of several ranks, with the first one's."""
 
     def preparing(self, what: str, done: float, total: float) -> None:
         """Called while the device prepares a batch: allocates memory, or measures itself.
@@ -38,7 +38,7 @@ class Listener:
         """Called once `done` of `total` resident pages are loaded; only in cluster runs, which never call `ended`."""
 
     def ended(self, task: Task) -> None:
-        """Called when a task has ended, from any thread, one call at a time, up to tens of thousands a second."""
+        """Called when a task has ended, on any thread, one call at a time, up to tens of thousands a second."""
 
     def replayed(self, run: ReplayedRun) -> None:
         """Called once a replayed run is over; by default passes the run's tasks to `ended`, which takes time."""
@@ -47,7 +47,7 @@ class Listener:
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Called with each token; `text` is the request's text that is now final, or the number without a tokenizer."""
+        """Called with each token; `text` is the text that it completes or, without a tokenizer, the token's number."""
 
     def finished(self, request: int, text: str) -> None:
         """Called once a request is complete; `text` is the last part of its text."""
@@ -118,7 +118,7 @@ class KindMeter:
 
 
 def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
-    """Group the positions of a captured step's tasks on lanes, by ((micro-batch, verb, kind of layer), lane)."""
+    """Return the positions of a captured step's tasks on lanes, by ((micro-batch, verb, kind of layer), lane)."""
     positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(graph.tasks):
         if graph.lanes[position] >= 0:

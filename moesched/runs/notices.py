@@ -1,7 +1,7 @@
 """Notices between serving nodes: before each step the first node sends the others the step's rows.
 
 Rows are requests and their new tokens. Only the first node knows which requests came, left or wait. The others need
-nothing but rows, so they cannot disagree with it.
+nothing but rows, so they cannot disagree with the first node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Notices:
 
     Args:
         run_state: the node's engine and lanes.
-        peers: the `Notices` of the other nodes, where all nodes share a virtual clock; empty elsewhere.
+        peers: on a virtual clock, the `Notices` of the other nodes if this is the first; else empty.
     """
 
     def __init__(self, run_state: RunState, peers: Sequence[Notices] = ()) -> None:

@@ -35,9 +35,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         scores: the score of the best beam, by request; empty without beam search.
         first_tokens: time of each request's first token, for requests that have one.
         sampled: for each decode step, the time at which each micro-batch that took part had its tokens.
-        scheduled: number of steps that the policy scheduled; further ones repeat the last of them.
+        scheduled: number of steps that the policy scheduled; any later steps repeat the last of these.
         previews: comparisons of router previews with the router's choices, by the number of layers ahead.
-        forecasts: comparisons of predictors' answers with those choices, by predictor and number of layers ahead.
+        forecasts: comparisons of predictors' answers with the router's choices, by (predictor, number of layers ahead).
     """
 
     loaded: int
@@ -111,11 +111,11 @@ class PreviewUse(msgspec.Struct, frozen=True):
 class ForecastUse(msgspec.Struct, frozen=True):
     """Counts from comparing one predictor's answers, a given number of layers ahead, with the routers' choices.
 
-    Where the router then chose n experts, the n experts with the most expected tokens in an answer count.
+    If the router then chose n experts, the answer's n experts with the most expected tokens count as forecast.
 
     Attributes:
         predictor: name of the predictor's class.
-        ahead: number of layers from the last one in which the micro-batch was routed.
+        ahead: number of layers from the last layer in which the micro-batch was routed to the forecast layer.
         forecasts: number of answers that were compared.
         chosen: number of experts that the router then chose.
         found: number of those experts that had been forecast.
@@ -151,11 +151,11 @@ class PlanReport(msgspec.Struct, frozen=True):
         batch_size: number of requests.
         micro_batch_size: requests of a micro-batch.
         new_tokens: tokens to generate for each request.
-        resident_pages, streamed_pages: numbers of pages that stay in a memory, and of pages that are streamed.
+        resident_pages, streamed_pages: number of pages that stay in a memory, and number of pages that are streamed.
         kv_on_gpu: share of the KV cache that is on the accelerator, counted in (micro-batch, layer) pairs.
         discipline: the order in which lanes start tasks: "ready_first" or "in_order".
         beams: beams of each request; 1 without beam search.
-        prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch's.
+        prefill_chunk: largest number of prompt tokens that pass a layer together; None if prompts are not divided.
     """
 
     batch_size: int
@@ -173,8 +173,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run, measured or predicted as `measured` says.
 
     Attributes:
-        costs_measured: of a prediction, whether it rests on costs that `moesched calibrate` measured, instead of rates
-            that the machine states.
+        costs_measured: whether this is a prediction from costs that `moesched calibrate` measured, instead of from the
+            rates in the machine's profile.
         wall_seconds: real time of the run; all other times are on the clock of its machine, which may be emulated.
         emulation: quality of the emulation; None for a run on real hardware or a prediction.
         tensor_parallel: number of accelerators that the model was split over. Figures of lanes, tasks and the
@@ -189,11 +189,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         between_tokens_seconds: mean over the requests of the mean time between their tokens; None where none has two.
         request_times: times of each request's tokens; None if they were not simulated to the end.
         micro_batch_times: times of the tokens of each micro-batch, batch after batch.
-        simulated_steps: of a prediction, the number of steps that the policy scheduled and the clock ran. Further ones
-            repeat the last of them (a policy that changes nothing of its own schedules them alike), or follow from
-            their trend.
+        simulated_steps: number of steps that were scheduled and simulated; None if the report is measured. Later steps
+            repeat the last of these (a policy without state of its own schedules them alike), or follow their trend.
         failure: reason for an early end of the generation; None for a complete one.
-        process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
+        process_bytes: peak resident memory of the process, predicted and measured; None if nothing is known about it.
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
         previews: accuracy of the policy's previews of the router, the nearest first; of the first rank or node.
         forecasts: accuracy of the policy's predictors, by predictor, the nearest layer first.

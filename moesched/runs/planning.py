@@ -24,13 +24,13 @@ from moesched.units import format_bytes
 SMALLER = (
     "raise --budget if you gave one, lower --batch-size or the number of new tokens, or choose another policy"
 )
-"""Remedies where a plan does not fit."""
+"""Remedies for a plan that does not fit."""
 KERNELS_AHEAD = 8
-"""Tasks that an accelerator's stream has in its queue: short kernels would otherwise wait for the host."""
+"""Most tasks in the queue of an accelerator's stream; with fewer, short kernels would wait for the host."""
 KERNELS_AHEAD_IN_ORDER = 64
-"""The same number for tasks in program order, which keep nothing else from the accelerator."""
+"""The same for tasks that are queued in program order, which hold up no earlier task."""
 TRANSFERS_AHEAD = 2
-"""Tasks that a copy's stream has in its queue; more would undo the order of urgent and less urgent transfers."""
+"""Most tasks in the queue of a copy stream; with more, urgent copies would wait for less urgent ones."""
 
 
 def as_used_by(device: Device, machine: Machine) -> Machine:
@@ -62,7 +62,7 @@ def plan_run(
         slot_bytes: returns the bytes that a page takes in a slot of the device; by default the page's bytes.
         nodes: number of machines that share the model's experts.
         node: this machine's index among them, from 0.
-        process: the process that will run the plan; None where that is not known.
+        process: the memory of the process that will run the plan; None if it is not known.
 
     Raises:
         BadInput: the plan does not fit a budget (the message names the memory and the missing bytes), or the policy or

@@ -64,7 +64,7 @@ def is_policys(error: BaseException) -> bool:
 def explained(error: BaseException) -> list[str]:
     """Return lines that explain a policy's error: its line and text, the policy's frames if several, and a hint.
 
-    Of a group of errors that holds one, this one is explained; if it holds several, each gets a line of its own.
+    An exception group with one error is explained like that error; of a group with several, each gets its own line.
     """
     frames = own_frames(error)
     what = in_words(error)
@@ -78,7 +78,7 @@ def explained(error: BaseException) -> list[str]:
 
 
 def _members(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors that a group of errors holds, also those of groups in it; of any other error, the error."""
+    """Yield the errors of an exception group, including those of groups inside it; yield any other error itself."""
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
             yield from _members(each)
@@ -87,7 +87,7 @@ def _members(error: BaseException) -> Iterator[BaseException]:
 
 
 def _sole(error: BaseException) -> BaseException:
-    """Return the error that a group of errors holds, if it holds one; else return what was given."""
+    """Return the single error of an exception group; return groups of several errors, and other errors, unchanged."""
     first, *others = _members(error)
     return error if others else first
 
@@ -125,7 +125,10 @@ def _has_other_arguments(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """Return the error's type and text; for an unknown attribute also a similar name, but of no handle: await that."""
+    """Return the error's type and text, and for an unknown attribute a similar name.
+
+    A handle's attributes are not suggested, since a policy should await the handle.
+    """
     meant = ""
     error = _sole(error)
     if isinstance(error, AttributeError) and error.name and not isinstance(error.obj, Task):
@@ -135,7 +138,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _method_line(trace: TracebackType | None) -> str:
-    """Return the first line of the policy's method in a traceback, as "file:line (class.method)"; empty if none is.
+    """Return the first line of the policy's method in a traceback, as "file:line (class.method)"; empty without one.
 
     trace: traceback of an error raised after the method ended and left its step or plan incomplete.
     """

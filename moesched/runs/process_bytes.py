@@ -16,10 +16,10 @@ class ProcessBytes(msgspec.Struct, frozen=True, kw_only=True):
         predicted: sum of the parts below, or the peak before the first batch if that is higher; None where an
             accelerator's driver takes memory of unknown size.
         measured: the peak since the process started; None for a prediction.
-        limit: the user's limit; None for none.
+        limit: the user's limit; None if there is none.
         runtime: bytes before the first batch: Python, libraries, prompts. A simulation assumes them.
         plan: bytes of the plan: weights, KV cache and buffers.
-        allocator: bytes that kernels released, and that the allocator keeps.
+        allocator: bytes that kernels have released, but the allocator keeps.
         kernels: bytes of the kernels' own code.
     """
 
@@ -56,7 +56,10 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
 
 
 def largest(parts: list[ProcessBytes]) -> ProcessBytes | None:
-    """Return the largest prediction in `parts`, one for each batch, with the highest measured peak; None if empty."""
+    """Return the entry of the batch with the largest prediction, with the highest measured peak of all batches.
+
+    parts: an entry for each batch; without any, None is returned.
+    """
     if not parts:
         return None
     most = max(parts, key=lambda each: each.predicted or 0)

@@ -92,7 +92,7 @@ class Devices(NamedTuple):
 def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> Process:
     """Measure the memory of this process before its first batch, when its devices are open and hold no weights.
 
-    ahead: bytes of this process that were already allocated for weights, which do not count.
+    ahead: bytes that this process has already allocated for weights; they do not count.
     """
     kernels = sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes))
     return Process(

@@ -84,12 +84,12 @@ def first_node(
     """Make the parts of the first of the nodes that serve, the only one that knows the requests.
 
     Args:
-        make_engine: makes the engine of some lanes.
+        make_engine: makes the node's engine, given its lanes.
         kinds: the kind of each lane on the device, by the lane's name.
-        peers: the notices of the other nodes, where all nodes share a virtual clock.
+        peers: on a virtual clock, the notices of the other nodes; else empty.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
-        chosen: the rows of the experts that tokens choose, in a simulation with a given routing.
-        device: name of the device's class, whose tokens are checked; empty in a simulation.
+        chosen: returns the rows of each expert that a task's tokens choose; None except in simulations with a routing.
+        device: name of the class of the device, whose tokens are checked; empty in a simulation, without a check.
     """
     plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
@@ -118,10 +118,10 @@ def other_node(
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
 ) -> ServedRun[EngineType, Following]:
-    """Make the parts of a node that is not the first, and gets the rows of each step from the first node.
+    """Make the parts of a node that gets the rows of each step from the first node.
 
     Args:
-        make_engine: makes the engine of some lanes.
+        make_engine: makes the node's engine, given its lanes.
         kinds: the kind of each lane on the device, by the lane's name.
     """
     lanes = make_lanes(plan, kinds)

@@ -62,8 +62,8 @@ def simulate_serving(
     Args:
         device: computes every task as it ends; by default nothing is computed.
         peers: the other nodes, if several share the model; `setup` has the first node's plan and policy.
-        make_engine: makes the engine of some lanes; by default a checked engine if the environment asks for validation.
-        routing, preview_accuracy, recorder: as `moesched.runs.simulation.simulate` takes them.
+        make_engine: makes an engine, given its lanes; the default makes a checked one if the environment asks for it.
+        routing, preview_accuracy, recorder: see `moesched.runs.simulation.simulate`.
 
     Raises:
         BadInput: the plan is for several accelerators or another number of nodes, or a request exceeds the capacity.
@@ -119,7 +119,7 @@ def serve_on(
     """Serve requests on a device until no more arrive, and return the outcome of each; the caller closes the device.
 
     Args:
-        transport: to the other nodes, which call `follow_on`, if several share the model; the caller closes it.
+        transport: connects this node to the others, which call `follow_on`; None for one node. The caller closes it.
 
     Raises:
         BadInput: the device or plan does not support continuous batching, or a request exceeds the capacity.

@@ -129,8 +129,8 @@ def service_report(
     """Make the report of a run that has ended.
 
     Args:
-        ran: names of what ran.
-        serving: the requests and what came of them.
+        ran: names of the model, machine, policy and dtype.
+        serving: the requests and their outcomes.
         capacity: the largest number of requests and tokens that ran together.
         objectives: the limits on times that requests are to keep; None for none.
     """

@@ -39,7 +39,7 @@ IDLE = Demand(0.0, ())
 """The demand of waiting: it uses nothing."""
 
 IDLE_NOTICE_SECONDS = 5.0
-"""Seconds after which other nodes learn that there are still no requests, well within the time limit of an exchange."""
+"""Seconds after which other nodes are told that there are still no requests; shorter than an exchange's time limit."""
 
 Ending = Literal["stop", "length", "left", "not finite"]
 """The reason why a request ended: a stop token, its last token, a cancellation, or bad logits."""
@@ -106,7 +106,7 @@ class Serving:
     """Serves requests, from their arrival to their last token.
 
     Each step is a prefill or a decode step: prefill goes first, with a decode step between two prefill steps. A step is
-    submitted while the one before it runs, so that a request that ended with a stop token is in one more step.
+    submitted while the one before it runs, so a request that ends with a stop token takes part in one more step.
 
     Args:
         places: the micro-batches that requests join and leave, and their room in the KV cache; all empty.
@@ -114,9 +114,10 @@ class Serving:
         admission: chooses which waiting request gets a place next.
         stop_tokens: ids of tokens, each of which ends its request.
         listener: told of each token and each step; None for no listener.
-        keeps_history: whether to keep ended requests and the occupancy of all steps; else only the last step's.
+        keeps_history: whether to keep ended requests and the occupancy of all steps, instead of the last step's only.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
-        device: name of the device's class, whose tokens are checked; empty in a simulation.
+        notices: sends the rows of each step to the other nodes; None if there are none.
+        device: name of the class of the device, whose tokens are checked; empty in a simulation, without a check.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
@@ -232,7 +233,7 @@ class Serving:
         """Give waiting requests places in micro-batches, in the order of admission, until one finds no place.
 
         Raises:
-            BadInput: the order is no sequence, has a request that does not wait, has one twice, or lacks one.
+            BadInput: the order is not a sequence, has a request that does not wait, repeats a request, or lacks one.
         """
         if not self._waiting:
             return
@@ -301,7 +302,7 @@ class Serving:
 
         A token that stands for logits that are not finite ends the request, too.
 
-        is_part: whether the prompt goes on after the step; then only log probabilities are kept.
+        is_part: whether the step computed only a part of the prompt; then only log probabilities are kept.
         """
         if token == NO_TOKEN:
             self._end(served, "not finite", now)

@@ -42,12 +42,13 @@ def simulate(
     """Run a plan on the virtual clock.
 
     Args:
-        cost: gives the time of tasks; by default the measured costs of the plan's machine, or its roofline.
+        cost: gives the time of tasks; by default the measured costs of the plan's machine, else its roofline.
         routing: the experts that tokens choose; by default uniform, with seed 0.
-        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing will choose one
-            layer later, from 0 to 1; n layers later it is this to the power of n.
-        sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
-        replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
+        preview_accuracy: probability (0 to 1) that `Step.preview_route` forecasts an expert which the routing chooses
+            in the next layer; n layers ahead, it is this number to the power of n.
+        sharing: whether concurrent tasks slow each other down; by default, they do if lanes share a memory.
+        replay: whether to build the graph of a few steps only, and replay it. This is several times faster, and gives
+            the same times to the nanosecond.
         observers: called with each task of the first node, when it ends.
         recorder: records the tasks of all nodes, for a trace; None for no trace.
         peers: the other nodes, if several run one model; `plan` and `policy` are the first node's. Observers and report

@@ -31,17 +31,17 @@ class VirtualRun:
     Args:
         ranks: the ranks or nodes of one model. If they have devices, these compute every task as it ends; otherwise
             nothing is computed.
-        cost: gives the time of tasks; by default the measured costs of the first plan's machine, or its roofline.
+        cost: gives the time of tasks; by default the measured costs of the first plan's machine, else its roofline.
         decisions: returns the value of a routing or sampling task if no device computes it; by default
             `simulated_decisions`.
-        sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
-        make_engine: makes the engine of some lanes; by default a checked engine if the environment asks for validation.
+        sharing: whether concurrent tasks slow each other down; by default, they do if lanes share a memory.
+        make_engine: makes an engine, given its lanes; the default makes a checked one if the environment asks for it.
         observers: called with each task of the first rank, when it ends.
         recorder: records the tasks of all ranks, for a trace.
-        tokens: stop tokens of requests, and the callback for their tokens.
+        tokens: stop tokens, and the callback for new tokens.
         steps: number of steps to run; by default all of the batch.
         age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
-        chosen: the rows of the experts that tokens choose; by default the mean of tokens that choose experts uniformly.
+        chosen: returns the rows of each expert that a task's tokens choose; by default, the mean of uniform choices.
 
     Attributes:
         rank_runs: lanes, engine, run state and generation of each rank.
@@ -79,7 +79,7 @@ class VirtualRun:
         return self._driver.now
 
     def run(self) -> list[list[list[int]]]:
-        """Generate all tokens; a run can only run once.
+        """Generate all tokens; call this once.
 
         Returns:
             for each rank, the generated tokens of each request.
@@ -98,7 +98,7 @@ class VirtualRun:
 
 
 def decided(decisions: Perform) -> dict[type[Task], Perform]:
-    """Return what the virtual driver performs if no device computes: `decisions`, for tasks of routing and sampling."""
+    """Return, for a run without a device, the function for each type of task: `decisions` for routing and sampling."""
     return dict.fromkeys((Decision, Preview), decisions)
 
 
@@ -114,8 +114,8 @@ def virtual_driver(
     """Return the driver of the runs of several ranks or nodes on one virtual clock.
 
     Args:
-        perform: by type of task, the function that makes a task's value.
-        cost, sharing, observers, recorder: as `VirtualRun` takes them.
+        perform: by type of task, the function that returns a task's value.
+        cost, sharing, observers, recorder: see `VirtualRun`.
     """
     plan = runs[0].plan
     sharing = lanes_contend(plan) if sharing is None else sharing

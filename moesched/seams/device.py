@@ -100,9 +100,9 @@ class Device(Protocol):
 
         Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
         starts when all its dependencies have ended. The value of `route`, `preview_route` and `post_attention` is the
-        number of rows of each expert that has any, those of the first two with router scores where the plan requests
-        them (`moesched.routing.ScoredTokens`); the value of `sample` is a list with the token of each sequence that
-        ends its prompt or decodes; other verbs return None. Numbers are ints, or numpy's.
+        number of rows of each expert that has any; if the plan requests router scores, the first two verbs add them
+        (`moesched.routing.ScoredTokens`). The value of `sample` is a list with the token of each sequence that ends its
+        prompt or decodes. Other verbs return None. Numbers are ints, or numpy's.
         `run_expert` has the rows of `Task.expert_rows`; each row must get the same bits as if all rows of its
         micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its rows.
 
@@ -363,7 +363,7 @@ class KernelRow(NamedTuple):
 
     Attributes:
         takes: the cases that the kernel computes, in words.
-        problem: the reason why it computes none on this machine; None where it does.
+        problem: the reason why the kernel computes no case on this machine; None if it computes some.
     """
 
     operation: str

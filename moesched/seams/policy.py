@@ -18,7 +18,8 @@ class Policy(Protocol):
     accelerator, the planner searches its values, too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
-    policy sees one, with its share. A class for a pipeline or several machines is `Pipelined` or `ExpertParallel`.
+    policy sees one accelerator with its share of the model. A class for a pipeline or several machines is `Pipelined`
+    or `ExpertParallel`.
     """
 
     def plan(self, plan: Plan) -> None:

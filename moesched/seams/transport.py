@@ -16,7 +16,7 @@ class Exchange(NamedTuple):
     Attributes:
         ticket: the exchange's number in the sequence of all collectives, from 0.
         signature: text that says what is exchanged; ranks with different signatures get an error that names both.
-        step, layer: numbers of the step and the layer that it belongs to; -1 for none.
+        step, layer: numbers of the step and the layer that the exchange belongs to; -1 for none.
     """
 
     ticket: int
@@ -39,7 +39,7 @@ class Transport(Protocol):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Connect to the other ranks, as the parameters describe.
+        """Connect to the other ranks. The names of a transport's parameters tell the framework the way to do so.
 
         `(ranks)`: the ranks are threads that share the transport. `(addresses, rank, *, keys, listen, epoch,
         lost_after_seconds)`: each process listens at one of the addresses. `(rank, ranks)`: rank 0 is found by

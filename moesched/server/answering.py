@@ -47,6 +47,9 @@ class Endpoint(ABC, Generic[Given]):
 
     Args:
         model: the model that is served.
+        link: the link to the engine's process.
+        gate: limits the number of answers that run or wait.
+        metrics: counts tokens, and times answers.
     """
 
     kind: type[Given]
@@ -61,7 +64,8 @@ class Endpoint(ABC, Generic[Given]):
     async def understand(self, given: Given, user: str) -> CheckedRequest:
         """Check a request's fields, and make prompts and settings of them.
 
-        user: name of the user who sent the request, for the admission rule.
+        Args:
+            user: name of the user who sent the request, for the admission rule.
 
         Raises:
             ApiError: a field cannot be used.

@@ -1,4 +1,4 @@
-"""The bodies of requests: bytes up to a size, JSON, and fields of OpenAI's API; an error names the field at fault."""
+"""Reads the bodies of requests: a limited number of bytes, as JSON with fields of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesched.system.near_names import nearest_of
 from moesched.system.plain_text import shown
 
 MOST_BYTES = 4 << 20
-"""Largest number of bytes of a body: a prompt of half a million token ids."""
+"""Largest number of bytes of a body: enough for a prompt of half a million token ids."""
 MOST_VALUES = 2_000_000
 """Largest number of values in a body: more than any prompt of token ids has."""
 MOST_NAME = 100
@@ -68,7 +68,9 @@ Body = TypeVar("Body", bound=Generated)
 def read_body(data: bytes, kind: type[Body], model: str) -> Body:
     """Decode the JSON body of a request into a struct of its fields.
 
-    model: name of the model that is served, for the error.
+    Args:
+        kind: the type of the struct.
+        model: name of the model that is served, for the error.
 
     Raises:
         ApiError: the body is not JSON, lacks a field, or has a wrong or unsupported field.

@@ -64,7 +64,7 @@ async def engine_child(
 
 
 class _FromEngine(asyncio.Protocol):
-    """Protocol of asyncio that passes the bytes of the engine's output on to the link."""
+    """asyncio protocol that passes the engine's output on to the link."""
 
     def __init__(self, process: subprocess.Popen[bytes], link: EngineLink) -> None:
         self._process = process

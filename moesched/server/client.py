@@ -18,14 +18,14 @@ SECONDS = 600.0
 DATA = b"data: "
 DONE = DATA + b"[DONE]"
 OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError)
-"""Errors of reading an answer that is no JSON, or has other fields."""
+"""Errors that reading an answer raises if the answer is not JSON or lacks the expected fields."""
 
 
 class Client:
     """Asks a server that speaks OpenAI's API.
 
     Args:
-        url: the server's address; a path stands for `/v1`, as in `base_url` of OpenAI's clients.
+        url: the server's address; `/v1` is added if it has no path.
         key: the API key that the server requires; None if it requires none.
 
     Raises:

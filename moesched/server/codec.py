@@ -58,7 +58,7 @@ class Numbers:
         return "".join(f" {each}" for each in ids)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return a token id as it is written, in bytes."""
+        """Return a token id in the form that `decode` writes, as bytes."""
         return f" {token}".encode()
 
     def is_special(self, token: int) -> bool:
@@ -67,7 +67,7 @@ class Numbers:
 
 
 async def encode(codec: Codec, text: str, most: int, *, bare: bool = False) -> list[int]:
-    """Encode a text by `codec.encode` with these arguments; a long one on another thread, so that the loop goes on.
+    """Encode a text with `codec.encode`; a long text on another thread, so that the event loop goes on.
 
     Raises:
         BadInput: the text cannot be encoded, or is too long.

@@ -1,7 +1,7 @@
 """The engine's process: takes requests from its standard input, and writes their tokens to its standard output.
 
 The HTTP process (the front) starts `python -m moesched.server.engine OPTIONS`, with the fields of `ServedOptions` as
-JSON. The engine ends when its standard input is closed: at once, or after a `Close` once all requests are done.
+JSON. The engine ends at once when its standard input is closed; after a `Close`, once all requests are done.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class TokenSender(ServingListener):
     """Sends tokens to the front, the HTTP process, after each step, and the engine's state from time to time.
 
     Args:
-        ready: the message once weights are loaded.
+        ready: the message to send once weights are loaded.
+        capacity: the limits of the run, from which the size of the KV cache follows.
     """
 
     def __init__(self, send: Send, ready: Ready, capacity: Capacity) -> None:
@@ -76,7 +77,7 @@ class TokenSender(ServingListener):
         self._send([self._ready, State(0, 0, 0, self._room, 0, busy_seconds(serving))])
 
     def token(self, served: Served) -> None:
-        """Keep the message about a token, or about a request that ended without one, until the step ends."""
+        """Keep a message until the step ends: about a new token, or about a request whose logits are not finite."""
         number, ending = served.request.number, served.ending
         if ending == "left":
             return
@@ -231,7 +232,7 @@ def run(options: dict[str, Any], source: int, send: Send) -> None:
 
 
 def main() -> int:
-    """Serve a model by the options in the first argument, as JSON, and return the exit code."""
+    """Serve a model with the options that the first argument has as JSON, and return the exit code."""
     out = os.dup(1)
     os.dup2(2, 1)  # what others print must not be taken for messages
     lock = threading.Lock()

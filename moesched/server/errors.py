@@ -61,7 +61,7 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Make the error, of status 400, for a request that cannot be answered.
+    """Make the error, with status 400, for a request that cannot be answered.
 
     Args:
         param: the field of the request that is at fault.
@@ -76,7 +76,7 @@ def server_error(message: str) -> ApiError:
 
 
 def closing() -> ApiError:
-    """Make the error, of status 503, for a request that comes while the server closes."""
+    """Make the error, with status 503, for a request that comes while the server closes."""
     return ApiError(
         503, "the server closes: ask another one", kind="server_error", headers={"Retry-After": "10"}
     )

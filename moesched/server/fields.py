@@ -118,7 +118,7 @@ class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts: one text, several, one list of ids, or several.
+        """The prompts; the field has a text, a list of texts, a list of token ids, or a list of such lists.
 
         Raises:
             ApiError: the field mixes these, or is empty.
@@ -150,7 +150,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation; fields after `name` may be empty, as in answers that clients send back."""
+    """A message of a conversation; the fields after `name`, as in answers that clients send back, have to be empty."""
 
     role: Role
     content: str | list[TextPart]
@@ -178,7 +178,7 @@ class ChatRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def most_tokens(self) -> int | None:
-        """Largest number of tokens of an answer, by either of the two names that the field has; None if it is absent.
+        """Largest number of tokens of an answer, which the request may give under two names; None if it is absent.
 
         Raises:
             ApiError: the two differ.

@@ -30,7 +30,7 @@ from moesched.server.replies import (
 )
 
 LOWEST = -9999.0
-"""The log probability that stands for minus infinity, which JSON has not."""
+"""The log probability that stands for minus infinity, which JSON cannot represent."""
 
 
 class Whole(NamedTuple):
@@ -54,6 +54,7 @@ class Form(ABC):
 
     Args:
         model: the served model's name.
+        codec: converts tokens to text, for log probabilities.
         scored: whether log probabilities are wanted.
         with_usage: whether each piece of a stream has the field `usage`.
     """
@@ -159,7 +160,7 @@ def completion_logprobs(scored: Sequence[Scored], codec: Codec) -> CompletionLog
 
 
 def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | None:
-    """Return log probabilities of the likeliest tokens and of the chosen one, by text; None if the token has none."""
+    """Return the log probabilities of the likeliest tokens and of the chosen one, by text; None if there are none."""
     if scored.logprob is None:
         return None
     found: dict[str, float] = {}

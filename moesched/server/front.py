@@ -43,7 +43,7 @@ class Front:
         key: the API key that clients have to send; None for none.
 
     Attributes:
-        app: the application of ASGI.
+        app: the ASGI application.
         gate: counts answers, and refuses requests once it is closed.
     """
 
@@ -90,7 +90,7 @@ class Front:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def state(self, _: Request) -> Response:
-        """Answer /state with names and the engine's load, as `State` has it; `at` is the server's clock in seconds."""
+        """Answer /state with names, the fields of the engine's `State`, and the server's clock in seconds as `at`."""
         ready = self._model.ready
         served = {"model": ready.model, "policy": ready.policy, "machine": ready.machine}
         return _json(served | {"at": time.monotonic()} | msgspec.structs.asdict(self._link.state))

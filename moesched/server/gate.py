@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from moesched.server.errors import ApiError, bad_request, closing
 
 REMEMBERED = 256
-"""Largest number of ends of answers that are kept, to estimate the rate of further ones."""
+"""Largest number of answers whose times of ending are kept, to estimate the rate at which answers end."""
 LONGEST_WAIT = 60
 
 
@@ -37,7 +37,7 @@ class Gate:
         self._ends: deque[float] = deque(maxlen=REMEMBERED + 1)
         """The time at which the server became full, then the ends of answers since; the oldest are dropped."""
         self._promised = 0.0
-        """The time at which the request that was refused last is to come back."""
+        """The time at which the last refused request is told to come back."""
         self._changed = asyncio.Event()
 
     @contextmanager
@@ -103,7 +103,7 @@ class Gate:
         self._changed.set()
 
     def _retry_seconds(self, answers: int) -> int:
-        """Estimate the seconds until there is room for a number of answers, and for answers refused before."""
+        """Estimate the seconds until there is room for a number of answers, after those that were refused before."""
         now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:
             self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)

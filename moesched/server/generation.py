@@ -1,4 +1,4 @@
-"""The answers to one request of the API: messages to the engine, and pieces of text as its tokens come."""
+"""The answers to one request of the API: asks the engine for tokens, and turns them into pieces of text."""
 
 from __future__ import annotations
 

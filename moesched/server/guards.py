@@ -89,7 +89,8 @@ class CountedResponses:
 class OfOneLength:
     """Passes on requests; refuses those with both `Content-Length` and `Transfer-Encoding`, and ends their connection.
 
-    A proxy may believe the other of the two, and take part of the body for a request (RFC 9112, section 6.1).
+    A proxy may go by one header and this server by the other; part of the body would then count as a further request
+    (RFC 9112, section 6.1).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -112,7 +113,7 @@ _ABSOLUTE = re.compile(rb"https?://([^/]+)(.*)", re.IGNORECASE)
 
 
 class WithAbsoluteTargets:
-    """Passes on requests; of a target that is a URL, as proxies send it, the host takes the place of the header `Host`.
+    """Passes on requests. If a request's target is a whole URL, as proxies send, its host replaces the header `Host`.
 
     RFC 9112, section 3.2.2, asks this of every server.
     """

@@ -82,8 +82,8 @@ class EngineLink:
 
     Attributes:
         state: the engine's last message about its load.
-        ready: future of the message that weights are loaded; has the error if they cannot be loaded.
-        ended: future of the reason why the engine ended, done at its end; an empty reason if it was told to end.
+        ready: future that gets the message that weights are loaded, or the error if they cannot be loaded.
+        ended: future that gets the reason when the engine ends; the reason is empty if the engine was told to end.
     """
 
     def __init__(

@@ -106,8 +106,8 @@ class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
         token: the token's id.
         ending: "stop" if a stop token ended the request, "length" if it has the most tokens; None if more follow.
         logprob: the token's log probability; None if not asked for.
-        prompt: log probabilities of the prompt's tokens, None for the prompt's first; only with the first token, if
-            asked for.
+        prompt: log probabilities of the prompt's tokens, with None for the first of them; only sent with the request's
+            first token, and if asked for.
     """
 
     number: int
@@ -152,7 +152,7 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Message from the engine that it ends now, with all its requests; `why` is one line."""
+    """Message from the engine that it ends now, and all its requests with it; `why` is one line."""
 
     why: str
 

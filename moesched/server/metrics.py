@@ -64,7 +64,7 @@ class Metrics:
             self._answer_tokens.inc(generation.answer_tokens)
 
     async def observed(self, generation: AnswersInProgress) -> AsyncGenerator[list[AnswerPiece]]:
-        """Yield a generation's pieces; note the time to the first one, and from token to token."""
+        """Yield a generation's pieces; note the time to the first one, and the mean time from token to token."""
         began = time.monotonic()
         first = last = 0.0
         async with aclosing(generation.pieces()) as pieces:

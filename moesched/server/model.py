@@ -14,7 +14,7 @@ from moesched.server.templates import Renders
 from moesched.system.plain_text import shown
 
 NEW_TOKENS = 16
-"""Largest number of tokens of a completion that does not say how many, as in OpenAI's API."""
+"""Largest number of tokens of a completion if the request gives none, as in OpenAI's API."""
 
 
 class Model:
@@ -24,7 +24,7 @@ class Model:
         ready: the engine's message with the model's name and limits.
         codec: converts texts to tokens and back.
         template: renders conversations as prompts.
-        chat_tokens: the largest number of tokens of an answer in a chat that does not say how many.
+        chat_tokens: the largest number of tokens of an answer in a chat if the request gives none.
 
     Attributes:
         name: the name that requests give.
@@ -90,8 +90,8 @@ class Model:
         """Return the most tokens of each answer.
 
         Args:
-            asked: the number that the request gives; None for the default, or for less where the prompt leaves less
-                room.
+            asked: the number that the request gives; None for the default, or as many as the prompt leaves room for if
+                that is less.
             chat: whether the default is that of chats rather than of completions.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Options of the server's HTTP."""
+"""Options of the server for HTTP: address, key and limits."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def _checked(key: str, where: str) -> str:
 
 
 def _require_address(proxy: str) -> None:
-    """Check that a proxy is given by its IP address, or by that of its network.
+    """Check that a proxy is given as an IP address, or as the address of a network.
 
     Raises:
-        BadInput: it is not.
+        BadInput: the text is neither.
     """
     try:
         ipaddress.ip_network(proxy)
@@ -117,7 +117,7 @@ def _require_address(proxy: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Test whether an address is one of this machine that no other machine reaches."""
+    """Test whether an address is a loopback address, which other machines cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

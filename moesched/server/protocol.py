@@ -13,9 +13,9 @@ from moesched.server.errors import ApiError, bad_request, closing
 from moesched.server.gathering import GatheringTransport
 
 REQUEST_SECONDS = 20.0
-"""Seconds in which a request has to arrive as a whole, headers and body."""
+"""Seconds within which a request has to arrive as a whole, headers and body."""
 WRITE_SECONDS = 60.0
-"""Seconds in which a client has to read the bytes that wait for it."""
+"""Seconds within which a client has to read the bytes that wait for it."""
 MOST_AHEAD = 1 << 16
 """Largest number of bytes after a request that are read while it is answered."""
 NOT_HTTP = bad_request("this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request")
@@ -68,7 +68,7 @@ class TimedProtocol(H11Protocol):
         self._refuse(NOT_HTTP)
 
     def shutdown(self) -> None:
-        """Close the connection once its request is answered; one whose body still comes is refused."""
+        """Close the connection once its request is answered; a request whose body is still arriving is refused."""
         if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_state is h11.SEND_BODY:
             self._refuse(closing())
         else:
@@ -117,7 +117,7 @@ class TimedProtocol(H11Protocol):
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
     def _read_ahead(self) -> None:
-        """Go on reading while a request is answered, as uvicorn does not once more has come: the client may leave."""
+        """Go on reading while a request is answered, to notice if the client leaves; uvicorn stops once more comes."""
         ahead, _ = self.conn.trailing_data
         if self.conn.their_state is h11.DONE and len(ahead) <= MOST_AHEAD:
             self.flow.resume_reading()
@@ -138,14 +138,15 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 class LingeringTransport:
-    """A transport that, if closed before a whole request has arrived, sends no more, and drops arriving bytes.
+    """A transport that lets a client finish its request if the connection is closed before all of it has arrived.
 
-    Otherwise the system would reset the connection because of unread bytes, and the client could lose its answer.
+    It then sends no more, and drops the bytes that arrive. If they stayed unread, the system would reset the
+    connection, and the client could lose its answer.
 
     Args:
         transport: the transport that the connection writes to.
         conn: the connection's state as h11 keeps it.
-        most_dropped: bytes that may come after `close`; more of them end the connection at once.
+        most_dropped: largest number of bytes that may come after `close`; more end the connection at once.
 
     Attributes:
         drops: whether arriving bytes are dropped; the connection then ends when the client closes it, or by `abort`.
@@ -165,7 +166,7 @@ class LingeringTransport:
         return self.drops or self._transport.is_closing()
 
     def close(self) -> None:
-        """Send the bytes that wait, and close the connection, or within a request begin to drop arriving bytes."""
+        """Send the bytes that wait, and close the connection; within a request, drop the bytes that arrive instead."""
         if self.is_closing():
             return
         self.drops = self._is_within_request()

@@ -25,7 +25,7 @@ def usage(prompt: int, completion: int) -> Usage:
 
 
 class Answers(msgspec.Struct, Generic[Choice], frozen=True):
-    """Answers to a request, or pieces of them; pieces before the last have no usage."""
+    """Answers to a request, or pieces of them; only whole answers and the last piece have a usage."""
 
     id: str
     created: int

@@ -36,14 +36,14 @@ from moesched.system.signals import stopped_by
 
 ENGINE = (sys.executable, "-P", "-m", "moesched.server.engine")
 BACKLOG = 2048
-"""Clients that may wait until their connection is taken."""
+"""Number of clients that may wait until their connection is accepted."""
 OPEN_MAX = 10_240
-"""The most open files that macOS lets a process ask for; there the limit is infinite, and may not be asked for."""
+"""The most open files that macOS lets a process ask for; its hard limit reads as infinite, but may not be asked for."""
 CLOSING_SECONDS = 5
 """Seconds that connections have to close after the last answer."""
 IDLE_SECONDS = 75
-"""Seconds that a connection waits for its next request: more than clients and proxies wait before they close it, since
-one that sends just as the server closes gets no answer."""
+"""Seconds that a connection waits for its next request. Clients and proxies usually close theirs sooner: a request that
+is sent just as the server closes the connection would get no answer."""
 
 
 class ServerCallbacks(NamedTuple):
@@ -51,7 +51,7 @@ class ServerCallbacks(NamedTuple):
 
     Attributes:
         starting: called with each message of the engine before it is ready.
-        ready: called once with the server's address, the engine's message that it is ready, and facts on the model.
+        ready: called once with the server's address, the engine's message that it is ready, and notes on the model.
         closing: called once no more requests are taken, with the number of answers that still run or wait.
     """
 
@@ -68,7 +68,7 @@ class Notes(NamedTuple):
 
 
 def serve(model: Path, given: FrontOptions, engine: Sequence[str], callbacks: ServerCallbacks) -> bool:
-    """Serve a model until a signal comes: then no more requests are taken, and those that run end.
+    """Serve a model until a signal comes; then take no more requests, and complete those that have come.
 
     Args:
         engine: the command that starts the engine.
@@ -129,7 +129,7 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
 
 
 def _failure(code: int, why: str) -> MoeschedError:
-    """Return the error, with the reason `why`, for an engine's exit code, not 0: BadInput for 2, else EngineFailed."""
+    """Return the error for an engine that failed for the reason `why`: BadInput for code 2, EngineFailed for others."""
     return BadInput(why) if code == 2 else EngineFailed(why)
 
 

@@ -1,7 +1,7 @@
 """The process that renders chat templates: lines of JSON in, lines of JSON out, each within a time limit.
 
-Templates come with models, from strangers. Jinja's sandbox keeps them from Python's internals, and this process keeps
-their loops and their memory from the server.
+Templates come with models, from strangers. Jinja's sandbox denies them Python's internals, and in a process of their
+own endless loops and large memory do not harm the server.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write a value as JSON, with options of `json.dumps`; unlike in Jinja's own filter, characters of HTML stay."""
+    """Write a value as JSON with `json.dumps`; unlike Jinja's own filter, escape no characters of HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -90,8 +90,8 @@ def answer(renderer: Renderer, line: bytes) -> dict[str, str]:
 def serve(lines: BinaryIO, out: BinaryIO) -> None:
     """Compile the template in the first line, reply whether that worked, and render each further line's messages.
 
-    The first line also has the most seconds of a rendering: a longer one ends the process, by SIGPROF. They are the
-    processor's time: a busy machine ends nothing.
+    The first line also has the most seconds of processor time that a rendering may take; a longer one ends the process
+    by SIGPROF. Time in which other processes run does not count.
     """
     first = json.loads(next(lines))
     try:

@@ -1,4 +1,4 @@
-"""Rendering of conversations as prompts: by the model's template in a process of its own, or plainly without one."""
+"""Rendering of conversations as prompts: by the model's template in its own process, or plainly if it has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesched.inputs.chat_template import ChatTemplate
 
 COMMAND = (sys.executable, "-P", "-m", "moesched.server.template_worker")
 MOST_LINE_BYTES = 32 << 20
-"""Largest number of bytes of a prompt as a line of JSON; a body of text takes up to three times its own."""
+"""Largest number of bytes of a prompt as a line of JSON, in which text takes up to three times its bytes in UTF-8."""
 SECONDS = 2.0
 """Seconds that rendering a conversation may take."""
 
@@ -134,7 +134,7 @@ class ModelTemplate:
 
 @asynccontextmanager
 async def rendering(template: ChatTemplate | None) -> AsyncIterator[Renders]:
-    """Provide the rendering by a model's template, or the plain one if `template` is None, until the context ends.
+    """Provide a renderer by a model's template, or a `PlainTemplate` if `template` is None, until the context ends.
 
     Raises:
         BadInput: the template cannot be compiled.

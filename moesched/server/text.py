@@ -22,7 +22,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Add text, and return the text that now surely belongs to no stop string."""
+        """Add text, and return the text that can no longer become part of a stop string."""
         if not self._stops or not text:
             return text
         text = self._held + text
@@ -48,7 +48,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """The text of an answer's tokens as they come.
+    """Makes the text of an answer as its tokens come.
 
     Args:
         context: the ids of the prompt's tokens, since the text of a token depends on its neighbours.
@@ -75,7 +75,7 @@ class AnswerText:
 
 
 class CharacterCount:
-    """The number of characters of a text as its tokens come.
+    """Counts the characters of a text as its tokens come.
 
     Attributes:
         count: the number of characters that are complete.

@@ -9,17 +9,17 @@ from typing import Protocol
 from moesched.serving.request import Request
 
 MOST_USERS = 10_000
-"""Users that `FairAmongUsers` keeps count of; with more, it forgets the half who are ahead least."""
+"""Largest number of users that `FairAmongUsers` remembers; with more, it forgets the half who are ahead least."""
 
 
 class Admission(Protocol):
     """Rule that orders the waiting requests.
 
-    A request that finds no room also holds up the requests behind it in the order, so that all requests run in the end.
+    If a request finds no room, those behind it in the order wait, too, so that all requests run in the end.
     """
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """Return all waiting requests, given in the order of arrival, in the order in which they are to run."""
+        """Sort all waiting requests, which are in the order of arrival, into the order in which they are to run."""
 
     def entered(self, request: Request) -> None:
         """Note that a request begins to run."""

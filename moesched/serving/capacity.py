@@ -12,7 +12,7 @@ from moesched.serving.request import Request
 from moesched.system.plain_text import counted
 
 PROMPT_TOKENS = 2048
-"""Prompt tokens of a micro-batch in a step, so that requests that come together do not wait for each other."""
+"""Prompt tokens of a micro-batch in a step: enough for several prompts, so that requests can begin together."""
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -50,8 +50,9 @@ class Capacity(msgspec.Struct, frozen=True):
     def fullest(self) -> Batch:
         """Return a batch that takes the most memory that requests may take, for policies and devices to plan with.
 
-        Its prompts have all of `prompt_tokens`, or as many as leave each request a token to generate, and its requests
-        end with all of `cache_tokens`. Of cut prompts no more than `chunk` tokens pass a layer together.
+        In each place, the prompts together have `prompt_tokens` tokens, or as many as leave each request a token to
+        generate, and the requests end with all of `cache_tokens`. If prompts are cut, at most `chunk` of a place's
+        prompt tokens pass a layer together.
         """
         blocks, more = divmod(self.cache_tokens // KV_BLOCK_TOKENS, self.sequences)
         least = KV_BLOCK_TOKENS * blocks
@@ -111,5 +112,5 @@ def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
 
 
 def _even_places(requests: int, least: int) -> int:
-    """Return a number of equal places that leaves out the fewest requests: `least`, or up to twice as many."""
+    """Return a number of equal places that leaves out the fewest requests: `least` or more, but not twice as many."""
     return min(range(least, min(2 * least, requests + 1)), key=lambda places: requests % places)

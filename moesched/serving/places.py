@@ -10,7 +10,7 @@ from moesched.serving.request import Request
 from moesched.tasks import Phase
 
 NEVER = -1
-"""The last step of a request that was not part of any step yet."""
+"""Value of `Seat.last_step` for a request that was not part of any step yet."""
 
 
 class Seat:
@@ -76,8 +76,8 @@ class _Place:
     """One micro-batch whose requests change, and the tokens that these take in its KV cache.
 
     Attributes:
-        seats: the requests in it, by number.
-        held: tokens that they take in the KV cache, in whole blocks.
+        seats: the micro-batch's requests, by number.
+        held: tokens that the requests take in the KV cache, in whole blocks.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,8 @@ class Places:
     def collected(self, step: int) -> None:
         """Note that the results of a step are known: free the blocks of requests that are done and in no later step.
 
-        step: the step's number.
+        Args:
+            step: the step's number.
         """
         done = [seat for seat in self._seats.values() if self._is_over(seat) and seat.last_step <= step]
         for seat in done:
@@ -198,7 +199,7 @@ class Places:
         return seat.tokens_left == 0 or seat.request.number in self._leaving
 
     def _takes_prompt(self, place: _Place, request: Request) -> bool:
-        """Test whether the next step of prompts has room for a prompt, or for its first part where prompts are cut."""
+        """Test whether a place's next prefill has room for a prompt, or for its first part if prompts are cut."""
         to_come = sum(seat.to_come for seat in place.seats.values())
         if self.capacity.chunk:
             return to_come < self.capacity.chunk

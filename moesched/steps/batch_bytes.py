@@ -38,7 +38,7 @@ class BatchBytes(ReadOnly):
     Args:
         batch: the requests and their division into micro-batches.
         chunks: for each micro-batch of prefill, by number, the part of the prompts that it takes; where long prompts
-            are cut, there are more of them than micro-batches of decode.
+            are cut, prefill has more micro-batches than decode.
         operations: sizes of the model's data.
         on_gpu: whether the accelerator is a GPU with a memory of its own.
 
@@ -88,7 +88,7 @@ class BatchBytes(ReadOnly):
         self._seal()
 
     def _scattered_tokens(self, chunk: Chunk, *, on_gpu: bool) -> int:
-        """Return the most tokens of a chunk's requests whose keys and values are gathered from scattered cache blocks.
+        """Return the most tokens whose keys and values are gathered from scattered cache blocks for a chunk's requests.
 
         The number is 0 without continuous batching. On a CPU only prompts are gathered: decode reads the blocks in
         place.
@@ -138,7 +138,7 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """The number of rows of each workspace in which a GPU keeps a micro-batch's results from step to step."""
+        """For each workspace in which a GPU keeps a micro-batch's results from step to step, its number of rows."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]
@@ -169,8 +169,8 @@ class BatchBytes(ReadOnly):
     def device_kv(self, micro_batches: Iterable[int]) -> int:
         """Return the bytes on the accelerator of one layer's keys and values of prompts that are cut into chunks.
 
-        The bytes are for the case that the KV cache is on the host. Whole prompts count, even where a layer has a
-        sliding window; the next layer reuses the memory.
+        They are needed if the KV cache is on the host. Whole prompts count, even where a layer has a sliding window;
+        the next layer reuses the memory.
 
         micro_batches: numbers of the micro-batches to count; those whose prompts are not cut need no bytes.
         """

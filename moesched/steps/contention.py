@@ -20,7 +20,7 @@ def devices_contend(plan: Plan) -> bool:
 
 
 def host_contends(plan: Plan) -> bool:
-    """Test whether a plan's host computes from the memory that transfers to the accelerator read at the same time.
+    """Test whether a plan's host computes with data in the memory that transfers to the accelerator also read.
 
     False if the machine's profile has measured costs, or names no class of hardware for its processors: rates of such a
     machine are used as they are.

@@ -22,7 +22,7 @@ def require_whole(verb: str, number: object, least: int | None = None) -> int:
         least: the smallest number that can be declared; None for any.
 
     Raises:
-        PolicyError: it is no whole number, or less than `least`.
+        PolicyError: `number` is no whole number, or less than `least`.
     """
     if not isinstance(number, Integral) or (least is not None and number < least):
         limit = "" if least is None else f", {least} or more"

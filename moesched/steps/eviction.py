@@ -1,4 +1,4 @@
-"""Eviction rules, which choose the page of a pool that makes room for another one, and checked calls of them."""
+"""Eviction rules, which choose the page that a pool evicts to make room for another one, and checked calls of rules."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from moesched.steps.model_pages import describe
 
 @runtime_checkable
 class Eviction(Protocol):
-    """Chooses the page of a pool that makes room for another page: an argument of `Plan.pool`.
+    """Chooses the page that a pool evicts to make room for another page; an argument of `Plan.pool`.
 
-    An object orders the pages of one pool in one run; given a class, each pool makes its own object. Its methods are
-    called while the policy submits tasks, in program order, and see no clock: the same pages are evicted on every
-    machine.
+    An object orders the pages of one pool in one run; given a class, each pool makes its own object. The methods are
+    called while the policy submits tasks, in program order, and see no clock, so that the same pages are evicted on
+    every machine.
     """
 
     def used(self, page: Page, step: int, tokens: int) -> None:
         """Note that a task of the step `step` reads the page, or that the page comes to the pool.
 
-        tokens: the task's rows; 0 when the page comes to the pool, and when it is copied to another one. Pages that
-            are there before the first step come in step -1.
+        tokens: number of the task's rows; 0 if the page comes to the pool, or is copied to another pool. Pages that are
+            in the pool before the first step come in step -1.
         """
 
     def choose(self, pages: Mapping[int, Page]) -> Page:
@@ -39,7 +39,7 @@ class Eviction(Protocol):
 
 
 _taken: WeakValueDictionary[int, Eviction] = WeakValueDictionary()
-"""The rules that order a cache, by `id`."""
+"""The eviction rules that belong to a cache already, by Python's `id` of the rule."""
 
 
 class RuledPages:
@@ -190,7 +190,7 @@ def _name(rule: Eviction) -> str:
 
 
 def _line(method: Callable[..., Any], error: Exception | None = None) -> str:
-    """Return the line of a rule's file that raised an error, as "file:line"; without one, the method's first line."""
+    """Return the line of a rule's file that raised an error, as "file:line"; with no error, the method's first line."""
     function = inspect.unwrap(method.__func__ if inspect.ismethod(method) else method)
     file = function.__code__.co_filename if inspect.isfunction(function) else ""
     frames = [] if error is None else extract_tb(error.__traceback__)[1:]

@@ -77,8 +77,9 @@ def _waiting_for(task: Task) -> list[Task]:
 class _Lookahead:
     """A simulation of the tasks that have not ended.
 
-    A lane runs one task at a time. Of the ready ones, it takes the one with the lowest `Task.key`, its priority. Joins,
-    and tasks that are cancelled or need the result of one, end without a lane once all that they wait for has ended.
+    A lane runs one task at a time: of the ready tasks, the one with the lowest `Task.key`, its priority. Joins,
+    cancelled tasks, and tasks that need a cancelled task's result take no lane: they end as soon as all tasks that they
+    wait for have ended.
 
     Attributes:
         cancelled: ids of the tasks that will not run.
@@ -133,7 +134,7 @@ class _Lookahead:
             before[lane].append(number)
 
     def _end(self, ended: list[int], now: int) -> None:
-        """End tasks, and those behind them that need no lane; put what can run then on its lane."""
+        """End tasks at the time `now`, and later ones that need no lane; start those that can run then."""
         for number in ended:
             self._ends[number] = now
             for later in self._later[number]:

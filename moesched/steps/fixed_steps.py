@@ -1,4 +1,4 @@
-"""Fixed decode steps: tests whether one accelerator computes all of a plan, and nothing moves to or from its memory."""
+"""Tests for fixed decode steps: one accelerator computes everything, and nothing moves to or from its memory."""
 
 from __future__ import annotations
 

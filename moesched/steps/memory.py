@@ -118,7 +118,7 @@ class Memory(ReadOnly):
 
 
 class OpenView(Protocol):
-    """The interface of a view of weights to its slots, which close it when one of them is given another page."""
+    """The method of a view of weights that its slots use: a slot that is given another page closes its open views."""
 
     def close(self, engine: Engine) -> None:
         """End the view, and have the next writers of its slots wait for the tasks that read through it."""
@@ -170,7 +170,7 @@ class Pool(ReadOnly):
 
     Attributes:
         page_bytes: bytes of the largest page that the pool was declared for.
-        line: the policy's line that declared it, as file:line; empty where that is not known.
+        line: the policy's line that declared the pool, as file:line; empty where that is not known.
     """
 
     def __init__(

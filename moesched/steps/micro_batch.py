@@ -23,7 +23,7 @@ class HostOutput(NamedTuple):
 
     Attributes:
         expert: the expert's number in the layer.
-        rows: the range of the micro-batch's rows for the expert that the output is for.
+        rows: the range of the expert's rows in the micro-batch that the output is for.
         block: the block of data that holds the output.
     """
 
@@ -70,7 +70,7 @@ class KVState:
         device: the block with one layer's keys and values on the accelerator, which the chunks of a prompt share.
         on_accelerator: for each layer, whether its cache is on the accelerator; if not, it is on the host.
         unsaved: the layer whose new keys and values `offload_kv` has yet to move to the host; -1 for none.
-        loaded: the number of the buffer that `load_kv` filled with a layer's keys and values, by layer.
+        loaded: by layer, the number of the buffer that `load_kv` filled with the layer's keys and values.
         attended_in_device: the last layer in which `attention` left keys and values in `device`; -1 for none.
     """
 
@@ -110,7 +110,7 @@ class MicroBatch:
     """One micro-batch of a run, or in prefill a chunk: a part of a micro-batch's prompts.
 
     Attributes:
-        index: the micro-batch's number, `micro_batch` of its tasks.
+        index: the micro-batch's number, which its tasks have as `micro_batch`.
         requests: the requests that have new tokens in the micro-batch's step.
         starts: for each of these requests, the number of its tokens before the step.
         tokens: for each of these requests, the number of its new tokens in the step.
@@ -136,7 +136,8 @@ class MicroBatch:
             reads and writes.
         routes: whether the policy computes the experts in tasks of their own, after `route`, rather than in
             `post_attention`.
-        sized_for: what its works were computed for: phase, number of sampled tokens, number of new tokens, `routes`.
+        sized_for: the case that its works were computed for: phase, number of sampled tokens, number of new tokens, and
+            `routes`.
         chunk: the tokens of its prompts that it computes in prefill; None if its chunks compute them.
         chunk_of: for a chunk, the micro-batch that it is a part of; else None.
         is_chunk: whether it is a chunk.

@@ -60,7 +60,7 @@ def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
 def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout, most_bytes: int = maxsize) -> int:
     """Check that pages belong to a model, and return the sum of their bytes.
 
-    Page numbers of another layout stand for other bytes.
+    A page of another layout may have the same number, but stands for other bytes.
 
     Args:
         verb: the calling verb's name, for messages.

@@ -1,4 +1,4 @@
-"""Checks, for a model shared by several nodes, of the experts that a policy has each node hold and run."""
+"""Checks of the experts that a policy has each node hold and run, where several nodes share a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
 
 
 def require_routers(verb: str, declared: Declared) -> None:
-    """Check that every node has a router, which a plan that requests router scores needs; the error names `verb`.
+    """Check that every node has a router if the plan requests router scores; the error names `verb`.
 
     Raises:
         PolicyError: the plan is centralised, and has several nodes.

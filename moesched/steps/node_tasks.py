@@ -28,16 +28,19 @@ from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Lane, Task
 
 SUM, ROWS, TOKENS = "sums", "routed rows", "tokens"
-"""The kinds of data that exchanges between nodes carry; operands of their tasks."""
+"""The kinds of data that exchanges between nodes carry; their tasks have them as operands."""
 
 TOKEN_BYTES = 8
 
 SCATTERED_FROM = 32 << 10
-"""Above this many bytes each node adds up a share of the sum and sends it to all; below, all send everything to all."""
+"""Size of a sum in bytes, above which each node adds up one share of the sum and sends that share to all nodes.
+
+Up to this size, every node sends its whole part of the sum to all nodes.
+"""
 
 
 class NodeTasks(SplitVerbs):
-    """Submits the tasks of a node, one of several, to the node's engine.
+    """Submits one node's tasks to that node's engine, where several nodes run a model.
 
     Args:
         network: the lane of exchanges with the other nodes.

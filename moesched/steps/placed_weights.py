@@ -43,7 +43,7 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> HomePages | None:
-        """Pages that the host reads for its experts, where weights come from; None if the host runs no experts."""
+        """Pages that the host's experts read in the memory where weights are stored; None if they read none there."""
         return self._home
 
     @property

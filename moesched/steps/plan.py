@@ -34,7 +34,7 @@ class Plan(PlanFacts):
         layout: the model's weights, cut into pages.
         batch: the requests.
         budgets: bytes by memory name.
-        slot_bytes: bytes of a page in a slot of the device.
+        slot_bytes: returns the bytes that a page takes in a slot of the device; None for the page's own bytes.
         nodes: number of machines that share the model's experts.
         node: this machine's index among them, from 0.
         pipelined: whether layers are divided into stages, one for each of the machine's equal accelerators. With L
@@ -51,7 +51,7 @@ class Plan(PlanFacts):
         chunks: the micro-batches of prefill; more than `micro_batches` where long prompts are cut.
         operations: FLOPs and bytes of the model's operations, and sizes of their data.
         stages: the layers of each stage; one without a pipeline.
-        slot_bytes: bytes of a page in a slot of the device.
+        slot_bytes: returns the bytes that a page takes in a slot of the device.
         memories: all memories by name.
         accelerators: the accelerators' memories by stage.
         weights: for the framework: the pages that stay in each memory, and the pools.
@@ -61,8 +61,8 @@ class Plan(PlanFacts):
     def limit_in_flight(self, micro_batches: int) -> None:
         """Declare that in prefill at most `micro_batches` are within a layer at once; by default all of them may be.
 
-        A micro-batch is within a layer from its `pre_attention` to the last of `post_attention` or `combine` and
-        `offload_kv`. The fewer, the less memory their activations need.
+        A micro-batch is within a layer from its `pre_attention` to its `post_attention` or `combine`, or to a later
+        `offload_kv`. The fewer micro-batches are within a layer, the less memory their activations need.
 
         Raises:
             PolicyError: `micro_batches` is no integer, or another limit was declared.
@@ -161,9 +161,9 @@ class Plan(PlanFacts):
 
         Args:
             placement: for each node, the numbers of its experts.
-            centralised: attention, router and sampling are on the first node only; by default every node does all of
-                them alike. The other nodes get each layer's routed rows from the first node, which adds up their
-                outputs (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
+            centralised: whether attention, router and sampling are on the first node only; by default every node does
+                all three, with equal results. The other nodes then get each layer's routed rows from the first node,
+                which adds up their outputs (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
 
         Raises:
             PolicyError: the placement is for other nodes or experts, no node holds one of the experts, experts were
@@ -200,9 +200,9 @@ class Plan(PlanFacts):
         Args:
             role: the memory that the pool is in.
             name: the pool's name in messages and reports.
-            replacement: the page that makes room for another one: the oldest ("ring"), the least recently used ("lru"),
-                or the one that an `Eviction` chooses, given as a class or as an object that no other pool has; with
-                "none", the policy evicts pages itself.
+            replacement: the page that is evicted to make room for another one: the oldest ("ring"), the least recently
+                used ("lru"), or the one that an `Eviction` chooses, given as a class or as an object that no other pool
+                has; with "none", the policy evicts pages itself.
             filled: pages that are in the pool before the first step; they are loaded after the resident ones.
 
         Raises:

@@ -26,7 +26,7 @@ VERBS_OF_A_LAYER = 20
 """Upper bound of the tasks of a layer, without those of its experts."""
 
 AMPLE = 20
-"""The default limit of a step's tasks, over the tasks that a policy needs at most."""
+"""Factor by which the default limit of a step's tasks exceeds the most tasks that a policy needs."""
 
 
 class PlanFacts(Declarations):
@@ -92,7 +92,7 @@ class PlanFacts(Declarations):
 
     @property
     def kv(self) -> KVPlan:
-        """Return the placement of the KV cache, by what the policy has declared so far."""
+        """The placement of the KV cache that the policy has declared so far."""
         return self.reservations.kv(self.declared)
 
     def memory(self, role: Role, stage: int = 0) -> Memory:
@@ -145,7 +145,7 @@ class PlanFacts(Declarations):
 
 
 def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
-    """Return the tasks of a step that are taken for a loop without an end: many times what a policy needs."""
+    """Return the number of tasks from which a step is taken for an endless loop: many times what a policy needs."""
     config = layout.config
     needed = len(layout.pages) + config.layers * (config.routed.experts + VERBS_OF_A_LAYER)
     return AMPLE * micro_batches * needed

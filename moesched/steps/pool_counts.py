@@ -12,12 +12,12 @@ LOADED, FETCHED, SPECULATED = -1, -2, -3
 class Counted(NamedTuple):
     """The counts of one pool, in pages.
 
-    A page is used once in each step that reads it, and again if the step fetched it again.
+    All reads of a page in one step count as one use; reads after the step fetched the page again count as another.
 
     Attributes:
         fetched: pages that steps fetched, those whose transfer was cancelled included.
         hits: uses that found the page in the pool, or on its way there by a speculative fetch.
-        misses: uses that had to fetch the page: the first one after a fetch that is not speculative.
+        misses: uses for which the page had to be fetched: the first use after a fetch that is not speculative.
         wasted: fetched pages that left the pool before anything read them.
         cancelled: wasted pages whose transfer was cancelled before it moved any bytes.
     """

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ALLOCATOR_BYTES = 32_000_000
-"""Memory that the C library keeps after kernels released it, beyond the plan, since each thread has its own pool.
-Measured with glibc; returning large pieces at once makes kernels slower.
+"""Bytes that the C library keeps after kernels released them, since each thread has its own pool; no plan counts them.
+
+Measured with glibc. If the library returned large pieces at once, kernels would be slower.
 """
 
 

@@ -24,7 +24,7 @@ from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Kernel, Lane, Task
 
 HIDDEN, LOGITS = "hidden", "logits"
-"""The operands of all-reduces: the data that they add up."""
+"""The kinds of data that all-reduces add up; their tasks have them as operands."""
 
 
 class RankTasks(SplitVerbs):

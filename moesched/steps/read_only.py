@@ -8,14 +8,14 @@ from moesched.errors import PolicyError
 
 
 class ReadOnly:
-    """Base of classes whose public attributes are set in `__init__`, which ends with `_seal()`, and never again.
+    """Base of classes whose public attributes cannot be set after `__init__`, which ends with a call of `_seal`.
 
     Names with an underscore can always be set.
     """
 
     _sealed = False
     _assignable: ClassVar[frozenset[str]] = frozenset()
-    """Properties with a setter that checks."""
+    """Names of properties that may be assigned, since their setters check the value."""
     _remedy: ClassVar[str] = "keep what you need in attributes of the policy"
 
     def _seal(self) -> None:

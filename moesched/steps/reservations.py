@@ -23,7 +23,7 @@ from moesched.steps.roles import KV_ROLES, Role
 from moesched.tasks import Discipline
 
 Content = Literal["weights", "KV cache", "buffers"]
-"""Contents of a reservation; all but weights and the KV cache are buffers."""
+"""Kinds of contents of a reservation; everything but weights and KV cache counts as buffers."""
 
 
 FROM_A_DISK = (
@@ -74,7 +74,7 @@ class NodeShare:
         return self.index == 0 or not self.centralised
 
     def pages(self, layout: WeightLayout) -> tuple[Page, ...]:
-        """Return this node's pages: its experts', and the dense ones if it attends; without a placement, all pages."""
+        """Return the pages of this node's experts, and dense pages if it attends; without a placement, all pages."""
         if not self.placement:
             return layout.pages
         held = self.placement[self.index]
@@ -90,7 +90,7 @@ class Declared:
     The object is frozen: ask a plan about other declarations with `plan.free(role, given=replace(plan.declared, ...))`.
 
     Attributes:
-        in_flight: most micro-batches that are within a layer at once in prefill.
+        in_flight: the largest number of micro-batches that are within a layer at once in prefill.
         kv_roles: by micro-batch, then by layer, the memory that holds the KV cache; None where none is declared yet.
         kv_buffers: number of buffers on each accelerator into which keys and values are loaded from the host, each for
             one micro-batch and layer.
@@ -122,7 +122,8 @@ class KVPlan(NamedTuple):
 
     Attributes:
         roles: by micro-batch, then by layer, the memory that holds the cache; None where none is declared.
-        slots: number of buffers on each accelerator, each for one layer's keys and values of a micro-batch on the host.
+        slots: number of buffers on each accelerator, each for one layer's keys and values of one micro-batch, whose
+            cache is on the host.
         slot_bytes: bytes of each buffer; 0 where accelerator and host share a memory.
     """
 
@@ -140,7 +141,7 @@ class KVPlan(NamedTuple):
 
     @property
     def on_gpu(self) -> float:
-        """Share (0 to 1) of the KV cache on the accelerator, in (micro-batch, layer) pairs: r_c of MoE-Lightning."""
+        """Share (0 to 1) of the pairs (micro-batch, layer) with KV cache on the accelerator: r_c of MoE-Lightning."""
         held = sum(holders.count("accelerator") for holders in self.roles)
         return held / (len(self.roles) * len(self.roles[0]))
 
@@ -276,7 +277,10 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """Yield reservations for KV caches and, for chunked prompts cached on the host, a layer on accelerators."""
+        """Yield reservations for KV caches.
+
+        For prompts in chunks whose cache is on the host, accelerators also reserve one layer's keys and values.
+        """
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)
             chosen = [number for numbers in groups.values() for number in numbers]

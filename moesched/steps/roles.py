@@ -17,10 +17,10 @@ KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 
 
 def role_named(verb: str, name: str, machine: Machine, roles: Sequence[Role] = ROLES) -> Role:
-    """Return the role of a memory, which a policy names by its role or by the machine's name of it.
+    """Return the role of a memory that a policy names, either by its role or by its name on the machine.
 
-    A unified memory is the accelerator's and the host's. For a KV cache there the policy has to name the role, since it
-    decides which processor computes attention.
+    A unified memory is the accelerator's and the host's. For a KV cache there the policy has to name the role, since
+    the role decides which processor computes attention.
 
     Args:
         verb: the calling method's name, for messages.

@@ -1,4 +1,4 @@
-"""A pool in which an eviction rule chooses the page that makes room for another one."""
+"""A pool in which an eviction rule chooses the page to evict, to make room for another one."""
 
 from __future__ import annotations
 

@@ -34,12 +34,14 @@ class RunState:
         lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
-        chosen: the rows of the experts that tokens choose, in a simulation with a given routing; see `Works`.
+        chosen: returns the rows of each expert that a task's tokens choose, in a simulation with a given routing; see
+            `Works`.
 
     Attributes:
         micro_batches: the micro-batches of decode steps.
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else the same as `micro_batches`.
-        present: the micro-batches of the present or next step: some hold prompts, others decode.
+        present: the micro-batches of the present step or, between steps, of the next one; some may hold prompts while
+            others decode.
         stages: the stages of the pipeline.
         stage_of: for each layer, its stage.
         works: makes the `Work` objects of tasks, which hold FLOPs and bytes.
@@ -47,7 +49,7 @@ class RunState:
         free_activations: free blocks of activations, one for each micro-batch that may be within a layer in prefill,
             where the plan limits these.
         stride: the number by which a micro-batch's progress grows in each step.
-        previews: compares forecasts of the router's choices with the choices.
+        previews: compares forecasts of the router's choices with its actual choices.
         submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
     """
 
@@ -102,7 +104,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def micro_batch(self, number: int) -> MicroBatch:
-        """Return the micro-batch with this number in tasks: micro-batches of decode come first, then of prefill."""
+        """Return the micro-batch that tasks give this number: those of decode come first, then those of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -144,7 +146,7 @@ class RunState:
         batch.begin(starts, (1,) * len(starts))
 
     def end_step(self) -> None:
-        """Note the end of a step: micro-batches with complete prompts now decode, one more token per request."""
+        """Note the end of a step: each request with a complete prompt has one more token, and decodes from now on."""
         through = [batch.whole for batch in self.present if batch.chunk is None or batch.chunk.last]
         for batch in through:
             batch.generated += 1
@@ -153,13 +155,13 @@ class RunState:
     def leave_out(self, ended: Set[int], rows_apart: Callable[[int], bool]) -> None:
         """Leave out sequences that have ended, from the next step on.
 
-        A micro-batch whose sequences have all ended is skipped. From others, ended sequences are removed only if the
-        results of the remaining ones stay the same to the bit; otherwise they are computed on.
+        A micro-batch whose sequences have all ended is skipped. From other micro-batches, ended sequences are removed
+        only if the results of the remaining ones then keep the same bits; otherwise the ended ones are still computed.
 
         Args:
             ended: requests that have ended.
-            rows_apart: returns whether each row's result is the same to the bit in all micro-batches of at most a given
-                number of rows.
+            rows_apart: returns, for a number of rows, whether each row's result has the same bits in all micro-batches
+                of at most that number of rows.
         """
         batches, self.present = self.present, []
         for batch in batches:
@@ -223,7 +225,8 @@ class RunState:
     def close(self) -> None:
         """Drop the run's tasks and errors, and the device's views of the slots.
 
-        Tasks and slots refer to each other, and the garbage collector does not track tasks.
+        Otherwise they would never be freed: tasks and slots refer to each other, and the garbage collector does not
+        track tasks.
         """
         self.previews.end_step()
         self.engine.forget()
@@ -249,7 +252,10 @@ class RunState:
         return list(made.values())
 
     def _submitter(self, *, counts: bool) -> Callable[..., Task]:
-        """Return the function that submits a verb's task; counts: whether a routing gives the experts in use."""
+        """Return the function that submits a verb's task.
+
+        counts: whether a given routing says which experts the tokens choose.
+        """
         plan, engine = self.plan, self.engine
         count = len(self.micro_batches) + len(self.prefill_batches)
         if plan.layout.config.ranks > 1:

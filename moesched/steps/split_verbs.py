@@ -1,4 +1,4 @@
-"""Verbs that consist of several tasks, or of a task with another cost."""
+"""Verbs that are submitted as several tasks, or as one task whose cost is replaced."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def signature_of(data: str, task: Task) -> str:
 
 
 class ChosenExperts(SplitVerbs):
-    """Submits verbs in a simulation with a routing: `post_attention` costs what its tokens' experts do."""
+    """Submits verbs in a simulation with a given routing, in which `post_attention` costs what chosen experts cost."""
 
     def __init__(self, engine: Engine, works: Works) -> None:
         super().__init__(engine, works, {"post_attention": self._post_attention})

@@ -53,7 +53,7 @@ from moesched.tasks import HostKernel, Kernel, Phase, Task
 class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     """One prefill or decode step, as a policy sees it.
 
-    Its attributes cannot be changed. Verbs may be called while `prefill` or `decode` runs, and only on its thread.
+    The attributes cannot be changed. Verbs may be called while `prefill` or `decode` runs, and only on its thread.
 
     Attributes:
         kind: "prefill" or "decode", the phase of its micro-batches; "mixed" where some hold prompts and others decode.
@@ -61,7 +61,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         micro_batches: the numbers of the micro-batches. Prefill may have more of them than decode steps, where long
             prompts are cut; micro-batches whose sequences have all ended are left out.
         last: whether this is the last step, so that nothing need be fetched for a later one.
-        chunked: whether some of its micro-batches are parts of prompts.
+        chunked: whether some of its micro-batches are chunks, which hold parts of prompts.
         nodes: the number of nodes that share the experts.
         node: this node's number, from 0.
         attends: whether this node has attention, router and sampling. Otherwise `route` and `sample` have the results

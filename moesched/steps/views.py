@@ -30,7 +30,7 @@ class View(Generic[K]):
         owner: the open views of the memory.
         key: identifies the pages, such as (layer, expert).
         pages, slots: the pages, and the slot that holds each.
-        bound: the weights as the device's kernels read them, set by the device; None before that.
+        bound: the weights in the form that the device's kernels read, set by the device; None before that.
         noted: the last step in which a use was noted; always `LOADED` (-1) if every use in a step has to be noted.
         used: the last step in which a kernel used it, at first the step in which it was opened.
         moving: the slots whose pages may be replaced.
@@ -102,7 +102,7 @@ class Views(Generic[K]):
         """Open and return a view of the key's pages, all of which must be in this memory, for a kernel of a step.
 
         Raises:
-            NotResident: a page is not there.
+            NotResident: a page is not in the memory.
         """
         slots = []
         pages = self.pages_of(key)

@@ -25,10 +25,10 @@ GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 """Verbs whose work differs from step to step, since the KV cache grows."""
 
 IN_FIXED_STEPS = ("pre_attention", "post_attention", "sample")
-"""Verbs other than attention that launch no kernels in a fixed step, which `embed` launches as one CUDA graph."""
+"""Verbs other than attention that launch no kernels in a fixed step: `embed` launches the step as one CUDA graph."""
 
 RowsOfExperts: TypeAlias = Callable[[Task], tuple[int, ...]]
-"""Function that returns the rows of each expert which the tokens of a `post_attention` task choose, in any order."""
+"""Returns the number of rows of each expert that the tokens of a `post_attention` task choose, in any order."""
 
 _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
@@ -37,8 +37,8 @@ class Works:
     """Makes the `Work` objects of a run (FLOPs and bytes), and sets those of a micro-batch for each of its steps.
 
     Args:
-        chosen: the rows of the experts that tokens choose, in a simulation with a given routing; None to take the mean
-            of tokens that choose experts uniformly.
+        chosen: returns the rows of each expert that a task's tokens choose, in a simulation with a given routing; None
+            to take the mean of tokens that choose experts uniformly.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
@@ -107,8 +107,8 @@ class Works:
     ) -> Work:
         """Return the `Work` of one kind of operation that runs all experts which the tokens of a task choose.
 
-        amount: returns FLOPs and bytes for a number of rows and the rows of each expert that has any, None for their
-            mean.
+        amount: returns FLOPs and bytes from the model's costs, the number of rows, and the rows of each expert that has
+            any; these are None if their mean is to be taken.
         """
         number, work = self.kind_of[task.layer], task.work
         operations = self.kinds[number]

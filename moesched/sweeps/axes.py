@@ -24,7 +24,9 @@ MODEL = "mixtral-8x7b"
 """The model where none is given."""
 
 Axes = dict[str, list[Any]]
-"""The values of each axis by its name: a keyword of `simulate_model`; with a key if it is a table: "settings.ahead"."""
+"""The values of each axis, by name: a keyword of `simulate_model`, or, for one that is a table, keyword.key, such as
+"settings.ahead".
+"""
 
 OPTIONS = described(ScenarioOptions)
 """The options that may be axes, in the order of loops over points: the last axis varies fastest."""
@@ -76,8 +78,8 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
     """Make a sweep from the options of the command line.
 
     Args:
-        texts: arguments of each option, by the option's keyword. An argument is values with commas, such as "1,2", or,
-            for an option that is a table, a key with values, such as "ahead=1,2".
+        texts: arguments of each option, by the option's keyword. An argument is a list of values with commas, such as
+            "1,2", or, for an option that is a table, a key with such a list, such as "ahead=1,2".
 
     Raises:
         BadInput: as `read_sweep`.
@@ -209,7 +211,8 @@ def _require_utf8(name: str, items: Iterable[str]) -> None:
 def _split(name: str, text: str, plain: bool) -> list[Any]:
     """Split a text at commas; numbers and truth values are converted unless the option takes `plain` text.
 
-    name: the axis, for the error.
+    Args:
+        name: the axis, for the error.
 
     Raises:
         BadInput: there is nothing before, between or after commas.

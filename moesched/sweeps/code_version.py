@@ -15,7 +15,7 @@ from moesched.errors import BadInput
 from moesched.seams import Policy
 
 APART = ("cli", "devices", "policies", "transports")
-"""Folders whose code does not count: no simulation runs it, or, of policies, it counts for points of that policy."""
+"""Folders whose code does not count here. Simulations run none of it but policies, which count by `policy_version`."""
 
 LIBRARIES = ("highspy", "numpy")
 """Libraries that compute figures of simulations, so that their versions count."""
@@ -59,9 +59,10 @@ def _collect(module: str, folder: Path, found: dict[Path, None]) -> None:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the full name of each module that a Python file may import; some names may be of other objects in a module.
+    """Yield the full name of each module that a Python file may import; some may name functions or classes.
 
-    package: the file's package, from which relative imports start; empty for none.
+    Args:
+        package: the file's package, from which relative imports start; empty for none.
     """
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):

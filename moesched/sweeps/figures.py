@@ -43,7 +43,8 @@ class MachineFacts(NamedTuple):
         The value is None if the line has none: all metrics of a failed simulation, and settings that its policy does
         not take.
 
-        name: name of the metric or axis.
+        Args:
+            name: name of the metric or axis.
         """
         if name not in METRICS:
             return axis_value(line.inputs, name)
@@ -81,7 +82,7 @@ METRICS = {
 
 
 class BestPolicy(NamedTuple):
-    """The best policy of a case: of all simulations with equal values of the axes other than policy and its settings.
+    """The best policy of a case, which is all simulations that differ only in the policy and its settings.
 
     Attributes:
         case: values of the other axes, by name, without axes that have one value only.
@@ -114,7 +115,8 @@ def title_of(name: str) -> str:
 def require_figure(name: str, axes: Collection[str], option: str) -> None:
     """Require that `name` names a metric or one of `axes`.
 
-    option: the command-line option that gave the name, for the error message.
+    Args:
+        option: the command-line option that gave the name, for the error message.
 
     Raises:
         BadInput: there is no metric or axis of that name.
@@ -133,8 +135,7 @@ def varying(axes: Axes) -> list[str]:
 def best_by_case(lines: Iterable[Line], axes: Axes, figures: MachineFacts) -> list[BestPolicy]:
     """Find the policy with the highest throughput in each case, in the order of the cases' first lines.
 
-    A case is all simulations with equal values of the axes other than policy and its settings. Cases without results
-    are left out.
+    A case is all simulations that differ only in the policy and its settings. Cases without results are left out.
     """
     names = [name for name in varying(axes) if name.partition(".")[0] not in ("policy", "settings")]
     cases: dict[str, tuple[dict[str, Any], list[Line]]] = {}

@@ -83,7 +83,9 @@ class Finder:
         self._digests: dict[Name, str] = {}
 
     def key(self, inputs: Inputs) -> str:
-        """Load what a simulation names, and return its key: a hash of its inputs, these objects and the code.
+        """Return a simulation's key: a hash of its inputs, of the objects that these name, and of the code.
+
+        The objects (model, machine, workload and routing) are loaded into `found` if they are not there yet.
 
         Raises:
             BadInput: a name is unknown, a file cannot be used, or a value is impossible.
@@ -113,7 +115,7 @@ class Finder:
         ).hexdigest()[:_KEY_DIGITS]
 
     def require_budgets(self, names: Iterable[str]) -> None:
-        """Require that budgets of these names are for a memory of some machine, page-locked memory, or the process.
+        """Require that each name of a budget means a memory of some machine, page-locked memory, or the process.
 
         Raises:
             BadInput: no machine has a memory of that name.
@@ -131,7 +133,8 @@ class Finder:
     def _digest(self, name: Name, content: Callable[[], Any]) -> str:
         """Return the hash of an object that simulations refer to by `name`; it is computed once for each name.
 
-        content: returns the object, which is encoded as JSON.
+        Args:
+            content: returns the object, which is encoded as JSON.
         """
         if name not in self._digests:
             encoded = msgspec.json.encode(content(), order="deterministic")

@@ -12,7 +12,7 @@ from moesched.sweeps.line import Line
 from moesched.system.whole_file import whole_file
 
 MOST_BYTES = 2**31 - 2
-"""The most bytes of lines that pyarrow reads at once; at once, since it infers a column's type from the first ones."""
+"""The most bytes that pyarrow reads as one block. It infers types from the first block, so all lines must be in it."""
 
 
 def require_parquet() -> None:

@@ -32,7 +32,7 @@ SERIES_COLOURS = [*(colour for family, colour in COLOURS.items() if family != "o
 STYLES = list(
     islice(zip(cycle(MARKERS), cycle(SERIES_COLOURS), strict=False), len(MARKERS) * len(SERIES_COLOURS))
 )
-"""Markers and colours, by which series differ; neither number divides the other, so that all pairs differ."""
+"""Marker and colour of each series; their numbers have no common factor, so that all pairs differ."""
 
 SPREAD = 0.7
 """Share of a category's width over which the points of its series are spread."""

@@ -1,4 +1,4 @@
-"""Worker processes that run simulations of a sweep, by default one on each core, each for many simulations."""
+"""Worker processes of a sweep, by default one for each core; each runs many simulations, one after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Point = tuple[str, Inputs]
 """The key of a point, and its inputs."""
 
 MOST_DEATHS = 2
-"""A point fails when this number of its processes were killed; one may be killed for another's use of memory."""
+"""A point fails once this number of processes were killed while they ran it; one kill may be due to other processes."""
 
 KILLED = f"the process that simulated it was killed, {MOST_DEATHS} times, perhaps for lack of memory"
 
@@ -40,7 +40,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class Workers:
-    """Worker processes that run simulations, each one at a time; a context manager, which ends them.
+    """Worker processes, each of which runs one simulation at a time; a context manager, which ends them.
 
     If a process is killed, only its own simulation is affected.
 

@@ -1,1 +1,1 @@
-"""The operating system: signals, child processes, and files that are complete or not there."""
+"""Use of the operating system: signals, child processes, memory, and files that are either complete or absent."""

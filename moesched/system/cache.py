@@ -11,11 +11,11 @@ from moesched.system.plain_text import shown
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: `$MOESCHED_CACHE`, or by default `moesched` in the user's cache. It may not exist yet.
+    """Return the cache folder: `$MOESCHED_CACHE`, or by default `moesched` in the user's cache; it may be absent.
 
     Raises:
-        BadInput: the path is relative, and would move with the current folder, or its name is too long for the file
-            system.
+        BadInput: the path is relative, so that its place would depend on the current folder, or its name is too long
+            for the file system.
     """
     given = os.environ.get("MOESCHED_CACHE")
     folder = Path(given or _users_cache() / "moesched")

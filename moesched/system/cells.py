@@ -45,7 +45,7 @@ def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
 
 
 def named_in_cell() -> Callable[[str], object] | None:
-    """Return a function of a stage's name that shows the name in a notebook's cell; None outside of notebooks."""
+    """Return a function that shows a stage's name, its argument, in a notebook's cell; None outside of notebooks."""
     return CellLine(PATIENCE_SECONDS).show if in_a_notebook() else None
 
 
@@ -64,7 +64,7 @@ class CellLine:
     def show(self, what: str, done: float = 0, total: float | None = None) -> None:
         """Show the work's name, with a progress bar if `total` is given.
 
-        A call soon after one that was shown has no effect.
+        A call within `SECONDS_BETWEEN` of the last update has no effect.
 
         Args:
             what: name of the work.

@@ -57,7 +57,7 @@ def given_path(value: object, what: str) -> Path:
         what: the thing whose path it is, for the message.
 
     Raises:
-        BadInput: it is no path.
+        BadInput: the value is not a path.
     """
     if not isinstance(value, str | os.PathLike):
         raise BadInput(f"the path of {what} is {shown(value)}: give a text or a Path")
@@ -65,7 +65,7 @@ def given_path(value: object, what: str) -> Path:
 
 
 def absolute_path(path: Path) -> Path:
-    """Return the absolute path of a file or folder; a path where nothing is stays as it is, for messages."""
+    """Return the absolute path of a file or folder; a path that does not exist is returned as it is, for messages."""
     return path.absolute() if exists(path) else path
 
 
@@ -95,22 +95,22 @@ def open_input(
 
 
 def exists(path: Path) -> bool:
-    """Test whether a path exists; False also for a text that can be no path."""
+    """Test whether a path exists; False also for a text that cannot be a path."""
     return _mode(path) != 0
 
 
 def is_file(path: Path) -> bool:
-    """Test whether a path is a regular file; False also for a text that can be no path."""
+    """Test whether a path is a regular file; False also for a text that cannot be a path."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Test whether a path is a folder; False also for a text that can be no path."""
+    """Test whether a path is a folder; False also for a text that cannot be a path."""
     return stat.S_ISDIR(_mode(path))
 
 
 def is_pipe(path: Path) -> bool:
-    """Test whether a path is a pipe with a name (a FIFO); False also for a text that can be no path."""
+    """Test whether a path is a pipe with a name (a FIFO); False also for a text that cannot be a path."""
     return stat.S_ISFIFO(_mode(path))
 
 

@@ -32,7 +32,7 @@ class _Choice:
 
 
 def show_lines(least: int, configure: Callable[[], object]) -> None:
-    """Show log lines of at least a level.
+    """Show log lines of a level and of all levels above it.
 
     Args:
         least: the lowest level that is shown, such as `INFO`.

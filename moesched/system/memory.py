@@ -17,7 +17,9 @@ COUNTS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files of a control group with its limit and its use, and the count of what can be freed: of version 2, of 1."""
+"""For control groups of version 2, then of version 1: the file with the limit, the file with the bytes in use, and the
+key in `memory.stat` of those that can be freed.
+"""
 
 LEAST_ADDRESS_SPACE = 760_000_000
 """Bytes that Python, torch and its first kernel map before any weights; measured with torch 2 for the CPU on Linux."""
@@ -57,7 +59,7 @@ def available_memory(root: Path = ROOT, ask: Ask = output_of) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes of this process; on macOS, which does not tell them, the peak so far."""
+    """Return the resident bytes of this process; on macOS, which does not report them, the peak so far."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident_bytes()
 
 
@@ -85,7 +87,7 @@ def require_address_space() -> None:
 
 
 def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
-    """Yield limit and use of each control group's memory, if limited: this process's group, then the enclosing ones.
+    """Yield the memory limit and use of this process's control group, then of each enclosing one, if it has a limit.
 
     Args:
         root: folder in which /sys and /proc are looked for.

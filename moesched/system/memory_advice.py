@@ -21,7 +21,8 @@ def advise(address: int, nbytes: int, advice: int) -> int:
 
     Unlike the mmap module's function, this lets other threads run meanwhile.
 
-    advice: number of the advice on Linux.
+    Args:
+        advice: number of the advice on Linux.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(address + nbytes - start)
@@ -30,9 +31,10 @@ def advise(address: int, nbytes: int, advice: int) -> int:
 
 @cache
 def system_takes(advice: int) -> bool:
-    """Test whether the system's `madvise` accepts an advice; False outside Linux.
+    """Test whether the system's `madvise` accepts a kind of advice; False outside Linux.
 
-    advice: number of the advice on Linux.
+    Args:
+        advice: number of the advice on Linux.
     """
     if sys.platform != "linux":
         return False
@@ -44,7 +46,7 @@ def move_to_huge_pages(address: int, nbytes: int) -> None:
     """Move memory that a library allocated to huge pages, if the system can; its contents and address stay.
 
     A processor translates addresses in huge pages faster: one core read packed weights at 39 instead of 35 GB/s.
-    Linux before 6.1 moves them later, by and by.
+    Linux before 6.1 moves the pages later, a few at a time.
     """
     if nbytes >= HUGE_PAGE and _has_huge_pages():
         advise(address, nbytes, mmap.MADV_HUGEPAGE)

@@ -45,7 +45,7 @@ def _new_path(target: Path, needed: int, smaller: str, refuse: Callable[[Path], 
     """Yield a path at which to make a file or folder, and rename it to `target` on exit."""
     try:
         refuse(target)
-        target = Path(os.path.realpath(target))  # of a link to an empty folder the folder is replaced
+        target = Path(os.path.realpath(target))  # if it is a link to an empty folder, that folder is replaced
         _require_space(target, needed, smaller)
         target.parent.mkdir(parents=True, exist_ok=True)
         with scratch_beside(target) as partial:

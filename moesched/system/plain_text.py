@@ -19,7 +19,7 @@ def plain_text(text: str) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Test whether a text can be encoded in UTF-8; a path can not if its bytes are no UTF-8."""
+    """Test whether a text can be encoded in UTF-8; the text of a path cannot if the path's bytes are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -28,7 +28,7 @@ def is_utf8(text: str) -> bool:
 
 
 def is_number(text: str, most_digits: int) -> bool:
-    """Test whether a text has only the digits 0 to 9, and no more than `most_digits`; Python's `int` reads others."""
+    """Test whether a text has only digits 0 to 9, at most `most_digits`; `int` alone also reads other scripts."""
     return text.isascii() and text.isdecimal() and len(text) <= most_digits
 
 

@@ -1,8 +1,8 @@
 """Temporary files and folders, which are removed at the end; after a kill, at the next start of moesched.
 
-Each process lists its temporary paths in a ledger, a file in the cache folder that it keeps locked while it lives. A
-ledger that is not locked belongs to a dead process: `sweep` removes the paths in it. A process that cannot write to the
-cache folder keeps no ledger; its files stay if it is killed.
+Each process lists its temporary paths in a file in the cache folder, its ledger, and keeps the ledger locked while it
+lives. A ledger that is not locked belongs to a dead process: `sweep` removes the paths in it. A process that cannot
+write to the cache folder keeps no ledger; its temporary files stay if it is killed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _sweep(file: Path) -> None:
     """
     with file.open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A path that a full disk cut off is the path of something else.
+        # A path that was cut off because the disk was full may lead to something else.
         whole, _, _ = ledger.read().rpartition(b"\0")
         for line in whole.split(b"\0"):
             path = Path(os.fsdecode(line))

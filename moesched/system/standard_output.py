@@ -80,7 +80,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Return the file descriptor of this process that a path stands for, 1 for /dev/stdout; None if it is none."""
+    """Return the file descriptor of this process that a path stands for, such as 1 for /dev/stdout; None if none."""
     for _ in range(MOST_LINKS):
         folder = os.path.realpath(path.parent)
         if path.name.isdecimal() and _FOLDER_OF_DESCRIPTORS.fullmatch(

@@ -1,4 +1,4 @@
-"""A test policy that chooses order, processor and time of tasks at random, to find faults of engine and devices.
+"""A test policy that chooses order, processor and time of tasks at random, to find faults in the engine and devices.
 
 A seed determines the choices. The policy must generate the same tokens as every other policy.
 """
@@ -19,7 +19,7 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 
 class Adversarial:
-    """Submit verbs in random legal order, with random priorities; fetch, evict and await at random times.
+    """Submits tasks in a random legal order, with random priorities; fetches, evicts and awaits at random times.
 
     Settings:
         seed: seed of all random choices.
@@ -53,9 +53,9 @@ class Adversarial:
         )
 
     async def prefill(self, step: Step) -> None:
-        """Submit all verbs (kinds of tasks) of the step, a few at a time, each time for a random micro-batch.
+        """Submit all tasks of the step, a few at a time, each time for a random micro-batch.
 
-        Chunks of the same prompts run one after the other.
+        Chunks of the same prompts are submitted one after the other.
         """
         chains: list[list[int]] = []
         for j in step.micro_batches:
@@ -86,9 +86,9 @@ class Adversarial:
             yield from self._micro_batch(step, j)
 
     def _micro_batch(self, step: Step, j: int) -> Generator[Task, dict[int, int], None]:
-        """Submit all verbs of micro-batch `j` in an order that data dependencies allow; yield each submitted task.
+        """Submit all tasks of micro-batch `j` in an order that data dependencies allow; yield each task.
 
-        The caller sends back the value of a `route` task: the number of rows by expert.
+        The caller sends back the value of a `route` task: the number of rows of each chosen expert.
         """
         choose = self.random
         yield step.embed(j)
@@ -155,9 +155,10 @@ class Adversarial:
                 yield step.offload_kv(i, j)
 
     def _takes_slot(self, step: Step, i: int, j: int) -> bool:
-        """Decide at random whether to attend on the accelerator to a copy of the host's KV cache; if so, take a buffer.
+        """Choose at random whether attention runs on the accelerator with a copy of the host's KV cache.
 
-        Return False in prefill, if the cache is on the accelerator, or if no buffer is free.
+        If it does, take a buffer for the copy. Return False in prefill, if the KV cache is on the accelerator, or if no
+        buffer is free.
         """
         loads = step.phase(j) == "decode" and not step.kv_on_accelerator(j, i)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
@@ -175,7 +176,7 @@ class Adversarial:
         yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
-        """Fetch the needed pages of weights that the pool lacks, in random order and portions, and sometimes another.
+        """Fetch needed pages of weights that the pool lacks, in random order and portions; sometimes one page more.
 
         If the pool has too little room, random pages that are not needed are evicted.
         """
@@ -198,7 +199,7 @@ class Adversarial:
             step.fetch(portion, self.pool, urgent=choose.random() < 0.5)
 
     def _start_for_nothing(self, step: Step, needed: Sequence[Page]) -> None:
-        """Fetch a random page that is not needed; at random give the fetch priority, cancel it, or evict the page."""
+        """Fetch a random page that is not needed; then, at random, promote the fetch, cancel it, or evict the page."""
         choose = self.random
         page = choose.choice(step.pages(choose.choice(step.layers)))
         if page in self.pool or page in needed or not self.pool.empty_slots:

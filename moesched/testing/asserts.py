@@ -1,4 +1,4 @@
-"""A test of whether Python runs assert statements, for checks that are made of them."""
+"""A test of whether Python runs assert statements, for checks that consist of such statements."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ PAGES = [
 ]
 
 Layer = Mapping[int, int]
-"""Number of tokens by expert, of the experts that a layer's router chose."""
+"""Number of tokens of each expert that a layer's router chose, by the expert's index."""
 Choices = Callable[[Random], Iterator[list[Layer]]]
-"""Function that yields, for each step, the choices of its layers, drawn from random numbers."""
+"""Function that takes a random generator, and yields for each step a list with a `Layer` for every layer."""
 
 
 def popular(random: Random) -> Iterator[list[Layer]]:
-    """Yield each step's numbers of tokens by chosen expert, for each layer; a layer prefers the same experts always."""
+    """Yield random choices of experts, step by step; each layer prefers the same experts in all steps."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
         yield [
@@ -35,7 +35,7 @@ def popular(random: Random) -> Iterator[list[Layer]]:
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
-    """Yield each step's numbers of tokens by chosen expert, for each layer; a layer often repeats its last experts."""
+    """Yield random choices of experts, step by step; each layer often repeats its experts of the previous step."""
     before: list[set[int]] = [set() for _ in range(LAYERS)]
     for _ in range(STEPS):
         stay = [{expert for expert in each if random.random() < 0.8} for each in before]
@@ -57,7 +57,7 @@ class _Randomly:
 
 
 def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> float:
-    """Return the hit rate of a rule: the share of uses of experts, from 0 to 1, that find the expert in the cache.
+    """Return the hit rate of an eviction rule: the share (0 to 1) of experts' uses that find the expert in the cache.
 
     The result is the mean over several random sequences of steps, each simulated with a new rule.
 
@@ -80,12 +80,12 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
 
 @cache
 def random_hit_rate(choices: Choices, *, ahead: bool) -> float:
-    """Return the hit rate of a rule that evicts random pages; choices, ahead: the arguments of `hit_rate`."""
+    """Return the hit rate of a rule that evicts random pages; for the arguments, see `hit_rate`."""
     return hit_rate(_Randomly, choices, ahead=ahead)
 
 
 class _Cache:
-    """A simulated cache of experts, each of one page; experts of a layer that are in the cache run before the others.
+    """A simulated cache of experts; each expert has one page. A layer's experts that are in the cache run first.
 
     Args:
         rule: chooses the pages to evict.
@@ -104,8 +104,8 @@ class _Cache:
 
         Args:
             number: index of the layer.
-            layer: number of tokens by expert that the router chose.
-            following: `layer` of the next layer; empty after the last layer.
+            layer: number of tokens of each expert that the router chose.
+            following: the same for the next layer; empty after the last layer.
         """
         if isinstance(self._rule, TakesScores):
             tokens = sum(layer.values())
@@ -123,7 +123,7 @@ class _Cache:
             self._rule.used(page, step, layer[expert])
 
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
-        """Put experts into the cache that are not in it; if the cache is full, the rule chooses a page to evict."""
+        """Put the experts that the cache lacks into it; if it is full, the rule chooses a page to evict."""
         for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
                 continue

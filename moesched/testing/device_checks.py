@@ -54,20 +54,20 @@ POLICIES = (
 
 
 def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
-    """Check the promises of every device by runs of a small random model.
+    """Check that a device keeps the promises of `moesched.seams.Device`: run a small random model on it.
 
-    Return the tokens by request, which are as on the device `torch`.
+    Return the tokens by request, which are equal to those of the device `torch`.
 
     Args:
         make: creates the device, such as its class.
         machine: the machine to plan for; the device must accept plans for it.
-        policies: names of policies; by default four that keep and stream different weights, and one that has tasks of
-            experts with some of a micro-batch's rows, or with rows of several micro-batches.
+        policies: names of policies to run; by default four that keep and stream different weights, and one whose expert
+            tasks compute a part of a micro-batch's rows, or the rows of several micro-batches.
 
     Raises:
-        AssertionError: the tokens are not as on the device `torch`, with greedy or random sampling, or depend on the
-            policy, on the previous batch, or on requests that join and leave; a verb returned a wrong value, tasks of
-            one lane ran at once, or another promise of `moesched.seams.Device` is broken.
+        AssertionError: the tokens differ from those of the device `torch`, with greedy or random sampling; or they
+            depend on the policy, on the previous batch, or on requests that join and leave; or a verb returned a wrong
+            value, two tasks of one lane ran at the same time, or the device broke another promise.
     """
     require_asserts("check_device")
     config = Case(name="a device's", machine=machine).config()
@@ -107,7 +107,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
     """Write a random float32 model to a folder, and open it.
 
-    Its matrices are ten times as large as usual, so that a wrong weight or activation changes the sampled tokens.
+    The values of its matrices are multiplied by ten, so that a wrong weight or activation changes the sampled tokens.
     """
     for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
         if len(stored.shape) > 1:
@@ -118,7 +118,7 @@ def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
 
 
 def _check_unused(device: Device) -> None:
-    """Check that a device has room for its pages in slots of their size, and that it can be closed without a batch."""
+    """Check that `slot_bytes` gives a constant, valid size for each page, and that an unused device can be closed."""
     with _promised(BadInput):
         for page in device.layout.pages:
             size = checked_slot_bytes(device, page)
@@ -198,7 +198,7 @@ def _served_tokens(device: Device, machine: Machine) -> list[list[int]] | None:
 
 @contextmanager
 def _promised(refusal: type[MoeschedError]) -> Iterator[None]:
-    """Raise AssertionError where a device's value is refused in this context, by an error of the type `refusal`."""
+    """Convert an error of the type `refusal`, raised because a device's value is wrong, to an AssertionError."""
     try:
         yield
     except refusal as wrong:

@@ -19,8 +19,8 @@ def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
     """Check that an eviction rule chooses a page that it was given, repeats its decisions, and gets enough hits.
 
     Pages of dense weights and of experts come, are used and leave at random. Some leave although the rule did not
-    choose them, some come back at once after it chose them, and sometimes there is only one page. Rules that have
-    methods for router scores and previews get some.
+    choose them, some come back at once after it chose them, and sometimes there is only one page. A rule that has
+    methods for router scores and previews is given random ones.
 
     Then the hits in a small cache are counted, and compared with the hits of random evictions. The rule has to get 95 %
     of these hits with popular experts that are fetched a layer ahead, and 60 % with experts that recur from step to

@@ -49,12 +49,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A machine, a small model and a batch with which a policy is checked.
 
     Attributes:
-        prompts: numbers of tokens of the prompts.
-        new_tokens: number of tokens to generate for each.
+        prompts: number of tokens of each prompt.
+        new_tokens: number of tokens to generate for each prompt.
         micro_batch_size: number of requests in a micro-batch.
         weights: the share of the weights that fits into fast memory beside all else; above 1 there is room to spare.
         pages_per_expert: least number of pages into which an expert's weights are divided.
-        nodes: number of such machines that share the experts.
+        nodes: number of nodes that share the experts; each is a machine of this kind.
         ends_early: whether the sequences of the first micro-batch end with their second token, so that later steps
             leave that micro-batch out.
     """
@@ -201,7 +201,7 @@ def node_cases() -> list[Case]:
 
 
 class Ended(msgspec.Struct):
-    """Results of a finished run on a device that computes hashes; of several nodes, the first one's.
+    """Results of a finished run on a device that computes hashes; if there are several nodes, those of the first.
 
     Attributes:
         tokens: the generated tokens, by request.

@@ -1,4 +1,4 @@
-"""A policy that asks for every preview, and keeps it beside what the router then chose."""
+"""A test policy that requests every preview, and records the previews and the routers' later choices."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from moesched.steps.step import Step
 
 
 class Previewing:
-    """Keeps all weights, and previews every later layer in each layer.
+    """Keeps all weights on the accelerator; in each layer, previews the routers of the later layers.
 
     Args:
-        scores: whether it requests router scores.
-        farthest: most layers ahead that it previews.
+        scores: whether to request router scores.
+        farthest: the largest number of layers to look ahead.
 
     Attributes:
         micro_batches: the requests of each micro-batch.
-        seen: the values of `route` and of previews, by (step, layer, micro-batch, layers ahead); `route` is 0 ahead.
+        seen: the values of `route` and `preview_route`, by (step, layer, micro-batch, layers ahead); values of `route`
+            are 0 layers ahead.
     """
 
     def __init__(self, *, scores: bool = False, farthest: int = 99) -> None:
@@ -57,5 +58,5 @@ class Previewing:
         return self.foretold(0)
 
     def foretold(self, ahead: int) -> dict[tuple[int, int, int], Mapping[int, int]]:
-        """Values of previews from that far ahead, likewise."""
+        """Return the values of previews that looked `ahead` layers ahead, by (step, layer, micro-batch)."""
         return {(s, i, j): value for (s, i, j, far), value in self.seen.items() if far == ahead}

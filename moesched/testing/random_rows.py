@@ -1,4 +1,4 @@
-"""A test policy that divides and joins the tasks of experts at random, to find faults of engine and devices.
+"""A test policy that divides and joins the tasks of experts at random, to find faults in the engine and devices.
 
 A seed determines the choices. The policy must generate the same tokens as every other policy.
 """
@@ -57,10 +57,11 @@ class RandomRows(LayerByLayer):
     ) -> Iterator[tuple[list[int], range | None]]:
         """Yield random tasks of an expert that together compute each row of the expert once.
 
-        A task is a list of micro-batches and, for a single micro-batch, the range of rows; None stands for all rows.
+        A task is given by its micro-batches and its range of rows. With several micro-batches, the range is None, which
+        stands for all rows.
 
         Args:
-            routed: by micro-batch, the number of rows of each expert.
+            routed: the number of rows of each expert, by micro-batch, then by expert.
             users: the micro-batches that chose the expert.
         """
         choose = self.random

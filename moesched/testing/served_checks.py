@@ -75,7 +75,7 @@ def check_served(
     """Serve requests that join and leave, on a device that computes hashes; check tokens and use of memory.
 
     Args:
-        plan: the policy's plan of the capacity's fullest batch.
+        plan: the policy's plan for the fullest batch that `capacity` allows.
         capacity: the largest number of requests and tokens in the run at once.
         seed: seed of the choice of requests whose clients leave before they have all tokens.
         peers: plans and policies of the other nodes, if several share the model.

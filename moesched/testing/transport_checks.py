@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 WAITING = {"all_reduce": (0, 1), "broadcast": (1,), "gather": (0,)}
-"""The ranks that wait for the others in each collective of two, where rank 0 is the root."""
+"""By collective, the ranks that wait for the other one, if there are two ranks and rank 0 is the root."""
 
 
 def check_transport(make: Callable[[int], Sequence[Transport]], *, patience_seconds: float = 30.0) -> None:
@@ -113,7 +113,7 @@ def _check_gather(transports: Sequence[Transport], patience: float) -> None:
 
 
 def _changed_after(call: Callable[[], T], part: Array) -> T:
-    """Call a function that sends `part`, then overwrite `part`, as its caller may do; returns the call's result.
+    """Call a function that sends `part`, then overwrite `part`, as callers may do; return the function's result.
 
     Raises:
         AssertionError: the call changed `part`.
@@ -172,7 +172,7 @@ def _at_once(calls: Sequence[Callable[[], T]], patience: float) -> list[T]:
 
 
 def _begun(call: Callable[[], T]) -> Future[T]:
-    """Make a call on a thread that the process does not wait for, since it may never end."""
+    """Start a call on a daemon thread, since the call may never end; return the future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -115,7 +115,12 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Yield sentences on tracks without name or sort index, or with tids in another order. slices: events of tasks."""
+    """Yield sentences on tracks without name or sort index, or with tids in another order than that of display.
+
+    Args:
+        events: all events of the trace.
+        slices: the events of tasks.
+    """
     metadata = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
     for pid in sorted({event.pid for event in slices}):
         if ("process_name", pid, -1) not in metadata:
@@ -172,7 +177,8 @@ def _numbers(tasks: list[_Task]) -> Iterator[str]:
 def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
     """Yield sentences on wrong dependencies: doubled, on a task that the trace lacks, or on a task that ends too late.
 
-    numbered: index in `tasks` by (pid, number of the task).
+    Args:
+        numbered: index in `tasks` by (pid, number of the task).
     """
     for task in tasks:
         for number, count in Counter(task.args.depends_on).items():
@@ -202,8 +208,10 @@ def _arrows(
 ) -> Iterator[str]:
     """Yield sentences on arrows that are missing, doubled, or not expected.
 
-    Of the tasks that a task depends on, the last one on each lane should have one arrow to this task. numbered: index
-    in `tasks` by (pid, number of the task).
+    Of the tasks that a task depends on, the last one on each lane should have one arrow to this task.
+
+    Args:
+        numbered: index in `tasks` by (pid, number of the task).
     """
     expected: set[tuple[_Point, _Point]] = set()
     for task in tasks:
@@ -242,7 +250,7 @@ def _counts(file: TraceFile, tasks: list[Event], read: list[_Task]) -> Iterator[
 
 
 def _joins(tasks: list[_Task]) -> Iterator[str]:
-    """Yield a sentence for each task that is a join; traces have the dependencies that pass through a join instead."""
+    """Yield a sentence for each task that is a join; a trace should have only the dependencies through it."""
     for task in tasks:
         if task.args.type == "Join":
             yield f"{task} is a join that was not expanded"

@@ -224,7 +224,8 @@ def read_trace(path: Path | str) -> Trace:
 def read_bytes(path: Path, remedy: str = "name a file that --trace wrote") -> bytes:
     """Return the bytes of a trace file, decompressed if the file is gzipped.
 
-    remedy: advice for a file that cannot be read.
+    Args:
+        remedy: advice for a file that cannot be read.
 
     Raises:
         BadInput: the file cannot be read or decompressed.
@@ -383,7 +384,8 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
 def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return, for each slice (a task that ran), the indices in `slices` of the tasks that it depends on.
 
-    depends_on: for each slice, the numbers of these tasks; each rank numbers its own tasks.
+    Args:
+        depends_on: for each slice, the numbers of these tasks; each rank numbers its own tasks.
 
     Raises:
         ValueError: a number belongs to no task or to several, or is not smaller than the dependent task's number.

@@ -24,7 +24,8 @@ class Hop(NamedTuple):
 def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> list[Hop]:
     """Return the chain of tasks that ends with the last task of the run; each task waited for the one before it.
 
-    waits: the result of `waits_of` for the recording; None to compute it.
+    Args:
+        waits: the result of `waits_of` for the recording; None to compute it.
     """
     slices = recording.slices
     if not slices:

@@ -1,4 +1,4 @@
-"""Converts tasks to the descriptions that traces contain: labels, costs, rows, pages, and lines of the policy."""
+"""Makes the descriptions of tasks in traces: label, costs, rows, pages, and the policy line that submitted each."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def merge_recordings(
     """Merge the recordings of all nodes; lanes have the ranks of their nodes, and time 0 is the earliest start.
 
     Args:
-        recordings: recordings by rank, each of one engine; `origin` is the start of each on its node's clock.
+        recordings: recordings by rank, each of one engine; a recording's `origin` is its start on its node's clock.
         ahead: by rank, a function that takes a time on the node's clock, and returns the nanoseconds by which this
             clock is ahead of the common one; a rank without a function has the common clock.
     """
@@ -74,6 +74,7 @@ def merge_recordings(
 def _common(time: int, ahead: Callable[[int], int] | None) -> int:
     """Convert a time on a node's clock to the common clock, in nanoseconds.
 
-    ahead: takes the time and returns the nanoseconds by which the node's clock is ahead; None for 0.
+    Args:
+        ahead: returns the nanoseconds by which the node's clock is ahead at a given time; None if it is never ahead.
     """
     return time if ahead is None else time - ahead(time)

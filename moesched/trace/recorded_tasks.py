@@ -1,4 +1,4 @@
-"""Converts tasks that ran to a recording, with the data that recorders collect for each rank."""
+"""Makes a recording from finished tasks and from the data that a recorder collected on each rank."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def record(tasks: Sequence[Task], ranks: Sequence[RankRecord], origin: int, *, t
         tasks: the finished tasks of all ranks, in any order.
         ranks: data of the ranks that ran the tasks.
         origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
-        trimmed: true if `tasks` lacks the earliest tasks of the run, as the recording then says.
+        trimmed: whether `tasks` lacks the earliest tasks of the run; becomes `Recording.trimmed`.
     """
     joins: list[Sequence[Join]] = [rank.joins for rank in ranks]
     replayed = [task for task in tasks if isinstance(task, Join)]
@@ -156,7 +156,8 @@ def _cancelled(
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
     """Return the time and resources that tasks need, by `WorkKey`; waits, and tasks without known demand, are left out.
 
-    sharing: whether demands keep their shares of resources, by which the virtual clock slows concurrent tasks down.
+    Args:
+        sharing: whether demands keep the shares of resources by which the virtual clock slows down concurrent tasks.
     """
     works = {id(task.work): task.work for task in tasks}
     return {
@@ -212,9 +213,10 @@ class _Numbers:
 def _numbers(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
 ) -> list[_Numbers]:
-    """Return for each rank the indices of its tasks in `tasks`, by task id, also for the rank's joins.
+    """Return, for each rank, an object that finds the index in `tasks` of a task or of the tasks before a join, by id.
 
-    joins: the joins (tasks without work) of each rank, in program order.
+    Args:
+        joins: the joins (tasks without work) of each rank, in program order.
     """
     numbers = [_Numbers() for _ in joins]
     for index, task in enumerate(tasks):
@@ -240,7 +242,8 @@ def _memory(
 ) -> list[MemorySample]:
     """Return samples of each memory's use: at the start, whenever a transfer into an empty slot starts, and at the end.
 
-    start, end: start and end of the recording, in nanoseconds.
+    Args:
+        start, end: start and end of the recording, in nanoseconds.
     """
     filled = [set(rank.filled) for rank in ranks]
     held = [dict.fromkeys(rank.memories, 0) for rank in ranks]

@@ -107,7 +107,7 @@ class FirstSteps(Recorder):
         return self._keep
 
     def replayed(self, run: ReplayedRun) -> None:
-        """Add the first steps of a run that was replayed from a captured schedule, given its times."""
+        """Add the first steps of a run that was replayed from a captured schedule."""
         self._replayed.append(lambda: self._first_of(run.tasks()))
 
     def _keep(self, task: Task) -> None:

@@ -328,7 +328,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         plan: sizes that the policy chose, as JSON values by name.
         clocks: corrections of the clocks of several nodes, by rank.
         roofs: limits of the machine's processors, by name; empty where they are not known.
-        costs_measured: of a prediction, whether `moesched calibrate` measured the costs that it rests on.
+        costs_measured: for a predicted run, whether `moesched calibrate` measured the costs behind the prediction.
         tokens_per_second: all generated tokens over the time from the end of loading to the last one, also where the
             recording lacks earlier steps; 0 if it is not known.
     """

@@ -26,7 +26,7 @@ class LaneSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KindUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of the tasks with one verb (kind of task) on the lanes with one name, of all ranks; loading included.
+    """Totals of all tasks with one verb (kind of task) on lanes with one name, over all ranks and with loading.
 
     Attributes:
         kind: the verb.

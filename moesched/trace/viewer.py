@@ -39,7 +39,7 @@ select slice.id, slice.ts, slice.dur, slice.name
 from slice join thread_track on slice.track_id = thread_track.id join thread using (utid)
 where thread.name = '{name}'
 """
-"""A query of the slices of a critical path, which `{name}` names; their track is at the bottom otherwise."""
+"""Query for the slices of the critical path whose track is called `{name}`, to show them at the top, not the bottom."""
 
 _MEDIA_TYPES = {".js": "text/javascript", ".wasm": "application/wasm"}
 _OWN_FILES_ONLY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
@@ -100,7 +100,8 @@ class Viewer(ThreadingHTTPServer):
     def start(self, host: str) -> str:
         """Return the path of the interface's first page, with arguments that make it load and show the trace.
 
-        host: name and port by which the browser reaches this server.
+        Args:
+            host: name and port by which the browser reaches this server.
         """
         arguments = {
             "url": f"http://{host}/{self.secret}/{self._name}",
@@ -120,7 +121,8 @@ class Viewer(ThreadingHTTPServer):
 def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Return the commands that Perfetto runs at its start: expand all tracks, and pin the critical paths at the top.
 
-    events: the events of the trace.
+    Args:
+        events: the events of the trace.
     """
     commands = [{"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]}]
     for event in events:

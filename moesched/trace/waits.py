@@ -21,7 +21,7 @@ class Wait(NamedTuple):
         why: "data": this task reads the other's result; "room": this task overwrites weights that the other used;
             "lane": the other occupied the lane; "rank": the other held up another rank's part of a collective;
             "await": the policy awaited the other, and then submitted this task; "start": `waited_for` is -1.
-        policy: nanoseconds in which the policy ran, after the other task or the start of the recording.
+        policy: nanoseconds in which the policy ran, after the other task's end or the start of the recording.
         host: nanoseconds from then to the start of this task, in which the driver ran and the lane's thread woke up.
     """
 
@@ -80,9 +80,9 @@ def _candidates(
 
 
 def lacked_room(before: Slice, each: Slice) -> bool:
-    """Test whether the transfer `each` waited for the task `before` since `before` used weights to be overwritten.
+    """Test whether the transfer `each` had to wait because `before` still used the weights that it overwrites.
 
-    Otherwise `before` moved the same weights to where the transfer reads them.
+    If not, `before` moved the same weights to the place from which the transfer reads them.
     """
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))

@@ -44,7 +44,9 @@ def default_folder() -> Path:
 
 
 def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
-    """Write a pair of keys to a folder and return it: `moesched.key`, read by all, and `moesched.secret`, mode 0600.
+    """Write a pair of keys to a folder, and return the pair.
+
+    The public key goes to `moesched.key`, which all may read, and the secret key to `moesched.secret`, with mode 0600.
 
     Args:
         keys: the pair to write; by default a new one.

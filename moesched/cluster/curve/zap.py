@@ -32,7 +32,7 @@ class KeyCheck:
     """Admits peers for all CURVE sockets of a ZeroMQ context. Poll `socket`, and call `answer` when it is readable.
 
     Args:
-        users: by public key of each peer to admit, the `User-Id` that its messages will carry.
+        users: the peers to admit: for each public key, the `User-Id` that messages of this peer will carry.
     """
 
     def __init__(self, context: zmq.Context[Any], users: Mapping[str, str]) -> None:
@@ -42,7 +42,7 @@ class KeyCheck:
         self.socket.bind(_ENDPOINT)
 
     def answer(self) -> Attempt:
-        """Admit or refuse one peer that tried to connect, and return the peer with this decision."""
+        """Admit or refuse one peer that tried to connect; return the peer and the decision."""
         version, request, _, address, _, mechanism, *credentials = self.socket.recv_multipart()
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and len(credentials) == 1 else ""
         user = self._users.get(key)

@@ -15,11 +15,11 @@ from moesched.models.formats import CHOICES
 class Stored(NamedTuple):
     """A tensor in a checkpoint file, and the tensors of the model that it contains, one after the other.
 
-    Those have canonical names, the same for all architectures, such as "layers.0.experts.3.up".
+    The model's tensors have canonical names, the same for all architectures, such as "layers.0.experts.3.up".
 
     Attributes:
         name: the tensor's name in the file.
-        parts: canonical names of the tensors that it contains.
+        parts: canonical names of the model's tensors in it.
         stacks: length of a leading axis into which the rows are divided equally, so that the shape is (stacks, rows /
             stacks, columns); 0 without such an axis.
     """
@@ -78,7 +78,8 @@ class Architecture(NamedTuple):
 def known_model(read: Callable[[ConfigFile], ModelConfig], name: str, **keys: Any) -> ModelConfig:
     """Return the configuration of a known model with weights in bfloat16.
 
-    read: function that converts config.json to a ModelConfig.
-    keys: the keys of the model's config.json that differ from the architecture's defaults.
+    Args:
+        read: function that converts config.json to a ModelConfig.
+        keys: the keys of the model's config.json that differ from the architecture's defaults.
     """
     return read(ConfigFile(Path(CONFIG_NAME), keys, name, lambda: "bfloat16"))

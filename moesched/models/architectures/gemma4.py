@@ -20,7 +20,7 @@ LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
 
 
 class Heads(msgspec.Struct, forbid_unknown_fields=True):
-    """Number of KV heads and width of a head in one layer; None for the values that hold for all layers."""
+    """Number of KV heads and width of a head in one layer; None for a value that is the model's usual one."""
 
     num_key_value_heads: int | None = None
     head_dim: int | None = None

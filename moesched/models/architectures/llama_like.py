@@ -86,8 +86,9 @@ def windows(
 def build(file: ConfigFile, keys: LlamaLikeKeys, form: str, *kinds: Layer) -> ModelConfig:
     """Return the ModelConfig that the keys of config.json describe.
 
-    form: key of the architecture in `ARCHITECTURES`.
-    kinds: the first layers, which repeat up to the number of layers.
+    Args:
+        form: key of the architecture in `ARCHITECTURES`.
+        kinds: the first layers, which repeat up to the number of layers.
     """
     return file.build(
         keys,

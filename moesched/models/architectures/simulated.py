@@ -30,7 +30,7 @@ MAY_BE_ZERO = {
     "shared_expert_intermediate_size",
     "top_k_experts",
 }
-"""Keys that may be 0, in models without the part that the key sizes."""
+"""Keys that may be 0: in models that lack a part, and for the id of a token."""
 
 
 class SimulatedKeys(AliasedKeys, kw_only=True):
@@ -85,7 +85,8 @@ class Family(NamedTuple):
     ) -> ModelConfig:
         """Return the ModelConfig that these keys describe.
 
-        format_name: storage format of the weights, a key of `FORMATS`; None for plain weights in `dtype`.
+        Args:
+            format_name: storage format of the weights, a key of `FORMATS`; None for plain weights in `dtype`.
         """
         pattern = tuple(self.pattern(keys))
         if isinstance(pattern[-1].attention, LinearAttention):
@@ -161,11 +162,12 @@ def _check(file: ConfigFile, keys: SimulatedKeys) -> None:
 
 
 def prediction_layer(config: ModelConfig, *, copies: int) -> int:
-    """Return the number of weights of a multi-token prediction layer, which files may have after the last layer.
+    """Return the number of weights of a multi-token prediction layer, which files may have after the model's layers.
 
-    This layer is like the last layer, with a projection and norms before it.
+    The prediction layer is built like the model's last layer, and has a projection and norms in addition.
 
-    copies: number of further matrices, each as large as the embedding, that files contain for the prediction layer.
+    Args:
+        copies: number of matrices of the embedding's size that the prediction layer has of its own, such as an LM head.
     """
     hidden, last = config.hidden, config.layers - 1
     layer = elements(dense_shapes(config, last).values())

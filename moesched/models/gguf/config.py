@@ -29,7 +29,7 @@ MEAN_NORM_EPSILON = 1e-5
 
 
 def family_of(parts: GgufParts) -> GgufFamily:
-    """Return the family of a model, by the architecture that its metadata name.
+    """Return the family of a model, which its metadata give as `general.architecture`.
 
     Raises:
         BadInput: no device has kernels for the architecture.
@@ -114,7 +114,7 @@ def _vocabulary_size(parts: GgufParts, embedding: FoundTensor, tokens: int, desc
 
 
 def _dtype(tensors: Iterable[FoundTensor]) -> str:
-    """Return the dtype of most weights of matrices; bfloat16, in which the model is computed, if most are coded."""
+    """Return the dtype that most bytes of matrices have; if these are coded, bfloat16, in which the model computes."""
     weights: Counter[str] = Counter()
     for found in tensors:
         if len(found.entry.shape) > 1:

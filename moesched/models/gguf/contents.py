@@ -48,7 +48,8 @@ def gguf_contents(path: Path) -> Contents:
 def read_gguf_config(path: Path) -> ModelConfig:
     """Read the configuration of a model, with the formats of its tensors.
 
-    path: the only GGUF file, or any part of a split model.
+    Args:
+        path: the only GGUF file, or any part of a split model.
 
     Raises:
         BadInput: a file is missing or not valid, or no device has kernels for the model.

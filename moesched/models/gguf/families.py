@@ -1,4 +1,4 @@
-"""The families of models in GGUF files: how each one's metadata become keys of config.json, and its tensors' names."""
+"""The families of models in GGUF files: functions that convert metadata to keys of config.json, and tensors' names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class GgufFamily(NamedTuple):
         forms: keys of `ARCHITECTURES` for models of the family.
         config_json: function that converts metadata to keys of config.json with the same meaning.
         names: for canonical names of tensors, the names in files that differ from those in `NAMES`.
-        fused: for each tensor in a file that contains several, the canonical names of these, one after the other.
+        fused: for each tensor in files that contains several of the model's, their canonical names in order.
         interleaved: whether rows of queries and keys are ordered for a rotary embedding that pairs neighbours.
-        partial: whether a part of each head may be rotated.
+        partial: whether the rotary embedding may rotate only a part of each head.
         dense_first: whether the first layers may have no experts.
-        windows_in_turn: whether every other layer has the window, beginning with the first; otherwise all layers have
-            it.
+        windows_in_turn: whether only every other layer has a sliding window, beginning with the first; otherwise all
+            layers have it, if any.
         truncate: YaRN's setting of this name, for which GGUF files have no key.
         activation: the activation of experts, for which GGUF files have no key.
         score: number of the function from router logits to scores: `SOFTMAX` or `SIGMOID`.

@@ -106,7 +106,8 @@ class _Source:
     def text(self, longest: int = LONGEST_TEXT) -> str:
         """Take the next text, which is stored as its length in bytes and then its bytes.
 
-        longest: limit of the length in bytes.
+        Args:
+            longest: limit of the length in bytes.
         """
         length = self.length()
         if length > longest:
@@ -120,7 +121,8 @@ class _Source:
     def numbers(self, code: str, count: int) -> tuple[int | float | bool, ...]:
         """Take the next `count` numbers of one type.
 
-        code: format character of the type, as in the module `struct`.
+        Args:
+            code: format character of the type, as in the module `struct`.
         """
         layout = struct.Struct(f"<{count}{code}")
         return layout.unpack_from(self._data, self._taken(layout.size))

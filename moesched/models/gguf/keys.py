@@ -11,7 +11,7 @@ SOFTMAX, SIGMOID = 1, 2
 class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("__", ".")):
     """The keys in a GGUF file's metadata that describe a model.
 
-    Keys in files begin with the name of the architecture and a dot; two underscores here are a dot there.
+    In files, each key begins with the architecture's name and a dot; two underscores in a field's name stand for a dot.
     """
 
     vocab_size: int | None = None

@@ -74,7 +74,8 @@ def read_parts(path: Path) -> GgufParts:
 def _require_whole(first: GgufHeader, named: int) -> None:
     """Check that the first part's metadata and its file name give the same number of parts.
 
-    named: number of parts, by the file name.
+    Args:
+        named: number of parts, by the file name.
 
     Raises:
         BadInput: the numbers differ, or this is not the first part.

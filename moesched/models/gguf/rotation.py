@@ -32,8 +32,8 @@ def rope_scaling(
         truncate: YaRN's setting of this name, for which GGUF files have no key.
 
     Raises:
-        BadInput: the type of scaling is unknown, the magnitude is not YaRN's own, or the factors are no vector of
-            float32.
+        BadInput: the type of scaling is unknown, a further factor of the scaling is not 1, the files have both a type
+            and a tensor of factors, or this tensor is no vector of float32 with a factor for each pair.
     """
     kind = keys.rotation_kind
     if kind not in KINDS:
@@ -72,7 +72,8 @@ def _by_factors(found: FoundTensor, pairs: int) -> dict[str, Any]:
 
     Long and short factors are equal, so that the length of the context does not matter.
 
-    pairs: number of pairs of a head's entries that are rotated; each pair has one factor.
+    Args:
+        pairs: number of pairs of a head's entries that are rotated; each pair has one factor.
     """
     if found.entry.dtype != "F32" or found.entry.shape != (pairs,):
         what = f"{list(found.entry.shape)} of type {found.entry.dtype}"

@@ -13,7 +13,7 @@ from moesched.models.gguf.families import GGUF_FAMILIES, GgufFamily, architectur
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 
 DENSE = MappingProxyType({"shared_gate": "ffn_gate", "shared_down": "ffn_down", "shared_up": "ffn_up"})
-"""Names of the network of a dense layer, in families whose other layers have routed experts."""
+"""Names of the tensors in a dense layer's network, in families whose other layers have routed experts."""
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "embedding": "token_embd",
@@ -47,8 +47,8 @@ A bias that is not here has the name of its matrix.
 def as_in_gguf(config: ModelConfig) -> ModelConfig:
     """Return a copy of the configuration with matrices as in GGUF files.
 
-    The gate and up matrices of experts are separate, no matrix is transposed, and rows of queries and keys have the
-    family's order.
+    The gate and up matrices of experts are separate, no matrix is transposed, and the rows of query and key matrices
+    have the order of the family's files.
 
     Raises:
         BadInput: the model's family has no GGUF files.
@@ -62,9 +62,10 @@ def as_in_gguf(config: ModelConfig) -> ModelConfig:
 
 
 def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors in GGUF files; one tensor has one matrix of all experts of a layer.
+    """Yield the tensors in GGUF files, in which one tensor has the same matrix of all experts of a layer.
 
-    config: configuration that `as_in_gguf` returned.
+    Args:
+        config: configuration that `as_in_gguf` returned.
     """
     common = {**NAMES, **family.names}
     for name in global_shapes(config):

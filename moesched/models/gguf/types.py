@@ -23,7 +23,7 @@ class TensorType(NamedTuple):
 
     @property
     def stored(self) -> StoredFormat | None:
-        """The storage format that kernels read for this type; None if none reads it."""
+        """The storage format of this type; None if no kernel reads it."""
         return _STORED.get(self.name)
 
 

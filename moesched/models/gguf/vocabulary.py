@@ -36,7 +36,10 @@ ENDS = frozenset(
 )
 """Control tokens that end a text in some model, whether the metadata name them or not."""
 END_OF_MESSAGE, ENDS_OF_TURN = "<|end|>", frozenset(["<|return|>", "<|call|>"])
-"""In a vocabulary with all of them, as gpt-oss's, a text goes on after the first, which ends a message of a turn."""
+"""Tokens of gpt-oss: one that ends a message within a turn, after which the text goes on, and those that end the turn.
+
+In a vocabulary that has all of them, the first does not end a text.
+"""
 
 
 class TokenType(IntEnum):

@@ -1,4 +1,4 @@
-"""Table 6 and Fig. 8 of the Apple silicon cluster paper: the paper's bound on speed, by `moesched plan --nodes`."""
+"""Table 6 and Fig. 8 of the Apple silicon cluster paper: the bound on speed, computed by `moesched plan --nodes`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NETWORKS = ("10gbe", "rocev2", "infiniband")
 
 
 def table_6(paper: MacPaper) -> Section:
-    """Make the section of Table 6, which compares our values of the paper's Eq. 1 with the printed values, by cell.
+    """Make the section of Table 6, which has our value of the paper's Eq. 1 beside each printed cell.
 
-    Values agree if they are equal in the printed number of digits.
+    Two values agree if they are equal in all printed digits.
     """
     rows: list[dict[str, Value]] = []
     for nodes, printed in paper.table_6.items():

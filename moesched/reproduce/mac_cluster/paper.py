@@ -10,7 +10,7 @@ PARTS = ("moe", "comm", "misc")
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds that one exchange of the nodes takes before its bytes.
+    """Seconds that one exchange between the nodes takes, without the time to transfer its bytes.
 
     Attributes:
         centralised: with attention on the first node only.
@@ -24,16 +24,16 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row of Tables 3 and 4: the printed figures of one version on some nodes, and the policy that we run for it.
+    """A row of Tables 3 and 4: figures of one version of the authors' system, and the policy that we run for it.
 
     Attributes:
         tables: titles of the tables with this row.
-        method: the paper's name of the version.
+        method: the paper's name for the version.
         policy: name of our policy, which gets `settings`.
         seconds: printed seconds per token.
-        moe, comm, misc: seconds of these for experts, for communication, and for the rest.
+        moe, comm, misc: the parts of `seconds`: for experts, for communication, and for the rest.
         prestacked, standby: how weights are packed and kept wired (see `WiredMemory` in `moesched.machines`).
-        fitted: the cells to which a rate of the machine was fitted.
+        fitted: names of the cells, such as "moe", to which a rate of the machine was fitted.
     """
 
     tables: list[str]
@@ -88,7 +88,7 @@ class Calibrated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class MacPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The printed figures of the paper that are reproduced, with our names of its model, machine and network.
+    """The paper's printed figures that we reproduce, and our names for its model, machine and network.
 
     Attributes:
         prompt, new_tokens: numbers of tokens of the request in Tables 3 and 4.

@@ -1,4 +1,4 @@
-"""Simulation of one request on a cluster of Macs: a token's time, divided into experts, communication and the rest."""
+"""Simulation of one request on a cluster of Macs: a token's time, split into experts, communication and the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moesched.tasks import Task
 
 
 class TokenTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds in which the first node generates one token, divided by their use.
+    """Seconds that the first node takes to generate one token, split by their use.
 
     Attributes:
         moe: experts.
@@ -113,7 +113,7 @@ def run_system(
 
 
 def mac_of(paper: MacPaper, system: PrintedSystem) -> Machine:
-    """Return the Mac that each node of a table's row is, with the row's weight packing and network latency."""
+    """Return the simulated Mac for the nodes of a table's row, with the row's weight packing and network latency."""
     machine = at_peak(load_machine(paper.machine))
     assert machine.wired_memory is not None
     latency = paper.latency.decentralised + paper.latency.each_further_node * (system.nodes - 2)
@@ -136,11 +136,12 @@ def run_request(
     new_tokens: int,
     chunk: int | None = None,
 ) -> Simulated:
-    """Simulate one request on a cluster of equal machines; its experts are chosen uniformly at random.
+    """Simulate one request on a cluster of equal machines; experts are chosen uniformly at random.
 
     Args:
-        machine: each node.
-        policy: name of the policy, which gets the settings.
+        machine: the machine that each node is.
+        paper: names the model.
+        policy: name of the policy, which gets `settings`.
         nodes: number of nodes.
         prompt: number of prompt tokens.
         new_tokens: number of tokens to generate.

@@ -10,7 +10,7 @@ from moesched.reproduce.mac_cluster.runs import Simulated, run_system
 from moesched.reproduce.report import Section, Value, agrees, rounded
 
 SHORT, LONG = 6.1, 5.9
-"""Tokens per second on two nodes that section 5.4 compares."""
+"""Printed tokens per second on two nodes with a short and with a long prompt, which section 5.4 compares."""
 
 
 class Tables:
@@ -54,7 +54,7 @@ class Tables:
         return self.paper.section(table.lower().replace(" ", "-"), rows, notes=notes)
 
     def prompts(self) -> Section:
-        """Make the section of footnotes 3 and 4: the prompt tokens per second that each system takes in."""
+        """Make the section of footnotes 3 and 4: the prompt tokens per second that each system processes."""
         rows: list[dict[str, Value]] = []
         for index, system in enumerate(self.paper.systems):
             self.on_progress(f"prompt of {system.method} on {system.nodes} nodes, token by token")

@@ -18,7 +18,7 @@ SAMPLES = 5
 MATRIX_BYTES = SIDE * SIDE * 2
 WAITS_MS = (0, *(2**power for power in range(12)))
 BANDWIDTH = 800e9
-"""Bytes per second at which products of one row read their matrices: the memory bandwidth (Table 2)."""
+"""Bytes per second at which a product of a matrix with one row reads the matrix: the memory bandwidth in Table 2."""
 
 
 def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) -> float:
@@ -50,7 +50,7 @@ def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) 
 
 
 def packing(paper: MacPaper) -> Section:
-    """Make the section of Fig. 4: the packing benchmark by our model of wired memory, and the paper's findings."""
+    """Make the section of Fig. 4: the packing benchmark, simulated with our model of wired memory; and the findings."""
     wired_memory = at_peak(load_machine(paper.machine)).wired_memory
     assert wired_memory is not None
     rows: list[dict[str, Value]] = []

@@ -1,4 +1,4 @@
-"""Comparison of the runs that the authors' artifact lists with predictions at the sustained rates of our profiles."""
+"""Comparison of our predictions, at the sustained rates of our profiles, with the runs in the authors' artifact."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def predict_cell(
 def cell_setting(
     paper: Paper, column: Column, row: Row, factors: RateFactors | None, system: System | None = None
 ) -> Setting:
-    """Return the machine, model and requests of one cell of the paper's tables, as the planner takes them.
+    """Return the machine, model and requests of one cell of the paper's tables, in the form that the planner takes.
 
     Args:
         column, row: the cell.
@@ -77,7 +77,7 @@ def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: No
 
 
 def calibration_rows(paper: Paper, factors: RateFactors) -> list[dict[str, Value]]:
-    """Return a row for each fitted rate: its share of the profile's rate, its GB/s, and the cell that set it."""
+    """Return a row for each fitted rate: the rate as a share of the profile's and in GB/s, and the cell that set it."""
     rows: list[dict[str, Value]] = []
     for column in paper.cells:
         for row in column.rows:

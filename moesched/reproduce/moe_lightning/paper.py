@@ -34,7 +34,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A printed throughput of one system, with the sizes of its batch.
 
     Attributes:
-        variant: distinguishes rows of the same system; empty for the only one.
+        variant: text that distinguishes rows of the same system; empty if the system has only one row.
         micro_batch_size: number of requests in a micro-batch.
         fit: field of `RateFactors` that is fitted to this throughput; None if the throughput is predicted.
     """
@@ -110,7 +110,7 @@ class PrintedRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Paper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The printed figures of the paper that are reproduced.
+    """The paper's printed figures that we reproduce.
 
     Attributes:
         settings: pairs of model and machine, by the paper's name, such as "S1".

@@ -21,7 +21,7 @@ MODEL, MACHINE = "mixtral-8x7b", "a100-80gx2"
 PROMPT, NEW_TOKENS = 512, 32
 LINKS = (100e9, 200e9, 300e9, 400e9, 500e9)
 RATIOS = (1, 2, 5, 10, 15, 20)
-"""Factors of the base CPU's memory, bandwidth and FLOP/s; the paper's text does not give its own."""
+"""Factors of the base CPU's memory, bandwidth and FLOP/s; the paper's text does not give the factors of its figure."""
 WEIGHTS = tuple(n / 25 for n in range(26))
 CACHE = (0.0, 0.5, 0.75, 0.9, 1.0)
 SPARE = 0.02
@@ -30,7 +30,7 @@ AS_GOOD = 0.999
 
 
 def policy_map(paper: Paper, on_progress: Callable[[str], None]) -> Section:
-    """Make the section of Fig. 10: the best placement for each pair of a link's bandwidth and a CPU's rate."""
+    """Make the section of Fig. 10: the best placement for each pair of a link's bandwidth and a CPU's factor."""
     machine = at_peak(load_machine(MACHINE))
     layout = weight_layout(find_shape(MODEL))
     base = hierarchy_of(machine, layout.dtype)

@@ -1,4 +1,4 @@
-"""Factors of rates that the paper does not give: each multiplies a rate that the machine's profile states."""
+"""Factors that multiply the rates stated in a machine's profile; the paper does not give them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RateFactors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_at(machine: Machine, factors: RateFactors, *, attends_as_flexgen: bool = False) -> Machine:
-    """Return a machine with the rates that its profile states, not the sustained rates, times `factors`.
+    """Return a machine whose rates are those stated in its profile (not the sustained rates) times `factors`.
 
     Args:
         attends_as_flexgen: whether FlexGen's kernel computes attention on the CPU; otherwise the host's rates stay as
@@ -87,7 +87,7 @@ def copying_caches(machine: Machine) -> Machine:
 
 
 def multiplying_in_half(machine: Machine) -> Machine:
-    """Return a machine at sustained rates, with CPU attention as slow as MoE-Lightning's code without AVX-512."""
+    """Return a machine at sustained rates, with CPU attention as slow as in MoE-Lightning's code without AVX-512."""
     host = machine.host
     bandwidth = machine.memories[host.memory].bandwidth
     share = Estimate(

@@ -1,4 +1,4 @@
-"""Section 5.3 of MoE-Lightning: speedups from two GPUs to four, with tensor parallelism and by FlexGen."""
+"""Section 5.3 of MoE-Lightning: speedups from two GPUs to four, for MoE-Lightning (tensor parallel) and FlexGen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPARED = (
     ("FlexGen", ("S6", "S7")),
     ("MoE-Lightning", ("S8", "S9")),
 )
-"""Pairs of a system and its two settings, with two T4 and with four."""
+"""Pairs of a system and its two settings: one with two T4 GPUs, one with four."""
 POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_pipeline", "MoE-Lightning": "cgopipe"}
 
 
@@ -70,7 +70,7 @@ def scaling(paper: Paper, factors: RateFactors, on_progress: Callable[[str], Non
 
 
 def _growth(rows: Rows, system: str, settings: Sequence[str]) -> list[float]:
-    """Return the ratio of a system's throughputs in the second and the first setting, by generation length.
+    """Return a system's throughput in the second setting over that in the first, for each generation length.
 
     Args:
         rows: rows of the section.

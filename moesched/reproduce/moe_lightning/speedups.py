@@ -24,7 +24,7 @@ MOE_LIGHTNING = {"S1": (14, 36)}
 FLEXGEN_MICRO_BATCH = {"S1": 8, "S2": 16}
 """Micro-batch size that FlexGen chose itself, by setting: S1 from Table 5, S2 assumed twice as large, as in Table 4."""
 FLEXGEN_TOKENS = 1112 * (418 + 128)
-"""Tokens that FlexGen's own batch holds at the end (Table 5); its batches of Table 4 hold 0.93 to 1.06 as many."""
+"""Tokens that FlexGen's own batch holds at the end (Table 5); its batches in Table 4 hold 0.93 to 1.06 times that."""
 LEAST_FALL = 0.001
 PLANNER, ITS_OWN, ONE = "our planner", "its own search", "one micro-batch"
 BY_OUR_PLANNER = "S1 and S2, our planner's sizes for it"
@@ -80,7 +80,7 @@ def speedups(paper: Paper, factors: RateFactors, on_progress: Callable[[str], No
 
 
 def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted:
-    """Predict a system's throughput with the sizes of its batch chosen as `sizes_by` says.
+    """Predict a system's throughput, with batch sizes from the source that `sizes_by` names.
 
     Args:
         setting: machine, model and requests.

@@ -34,7 +34,7 @@ class System(msgspec.Struct, frozen=True):
 
     Attributes:
         policy: name of our policy with the system's schedule.
-        padded: whether every prompt counts as the longest of the workload.
+        padded: whether every prompt is padded to the length of the workload's longest.
         attends_as_flexgen: whether attention is on the CPU, with FlexGen's kernel.
         attends_in_half: whether attention is on the CPU, with products of 16-bit numbers.
     """
@@ -57,7 +57,7 @@ AS_DRAWN = System("flexgen")
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted throughput of a system with one size of batch, and the figures behind it.
+    """The predicted throughput of a system for one batch size, and the figures behind it.
 
     Attributes:
         batch_size: number of requests.
@@ -90,7 +90,7 @@ def setting_of(
     *,
     requests: int = MOST_REQUESTS,
 ) -> Setting:
-    """Return the machine, model, policy and requests for a system of the paper, as the planner takes them.
+    """Return the machine, model, policy and requests for a system of the paper, in the form that the planner takes.
 
     Args:
         where: the paper's model and machine.

@@ -70,7 +70,7 @@ def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
     """Return the errors of the predicted cells, and the pairs of systems that the predictions put in the wrong order.
 
     Args:
-        as_drawn: whether to take FlexGen's predictions with the schedule of the paper's Fig. 6.
+        as_drawn: whether FlexGen's predictions are those with the schedule of the paper's Fig. 6.
     """
 
     def ours(cell: Cell) -> float:
@@ -80,7 +80,7 @@ def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
 
 
 class Judged(NamedTuple):
-    """A cell of the paper's tables with our throughput.
+    """A cell of the paper's tables, with the throughput that we predict for it.
 
     Attributes:
         ours: predicted tokens per second.
@@ -96,7 +96,7 @@ class Judged(NamedTuple):
 def accuracy_of(cells: Sequence[Judged]) -> Accuracy:
     """Return the median error of the cells that count, and the pairs of systems in the wrong order.
 
-    Pairs are of one column, with throughputs that are more than 20 % apart in the paper.
+    A pair counts if both systems are in one column, and their throughputs are more than 20 % apart in the paper.
     """
     errors = [abs(each.ours / each.row.tokens_per_second - 1) for each in cells if each.counts]
     pairs = [pair for pair in combinations(cells, 2) if _comparable(*pair)]

@@ -1,4 +1,4 @@
-"""Simulation of Twiddler's environments: machines with the rates that its authors measured, systems as our policies."""
+"""Simulation of the environments in Twiddler's paper: the authors' measured rates, and a policy of ours per system."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RIVALS = {
 }
 SEED = 0
 LOOKED_AT = 32
-"""Number of simulated decode steps; the others are assumed to take their mean."""
+"""Number of simulated decode steps; all other steps are assumed to take the mean time of these."""
 
 Machines = Callable[[Machine], Machine]
 
@@ -155,7 +155,7 @@ def as_measured(paper: TwiddlerPaper) -> Machines:
 
 
 def copies_over_compute(ratio: float | None) -> Machines:
-    """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times its computation.
+    """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times as long as its run.
 
     Args:
         ratio: time of the copy over time of the computation; None for a GPU that reads weights at its memory's

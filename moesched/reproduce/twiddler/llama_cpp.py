@@ -1,7 +1,7 @@
 """Estimates times of llama.cpp b2956, a rival of Twiddler, which differs from our policy `layer_split` in three ways:
 
-* The CPU computes all operations of layers that are not on the GPU, also projections and routers. The estimates leave
-  out attention on the CPU, and the copies between GPU and CPU that are saved.
+* The CPU computes all operations of layers that are not on the GPU, also projections and routers. The estimates ignore
+  two effects: the time of attention on the CPU, and the copies between GPU and CPU that llama.cpp saves.
 * These layers' dense weights are also copied to the GPU, for products of at least 32 rows (pull request 6083),
   and for 512 rows of a prompt at a time (n_ubatch).
 * Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes again all tokens of a beam

@@ -67,7 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TwiddlerPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The printed figures of the paper that are reproduced, with our names of its model and routing profile."""
+    """The paper's printed figures that we reproduce, and our names for its model and routing profile."""
 
     model: str
     routing: str

@@ -16,7 +16,7 @@ from moesched.reproduce.twiddler.paper import TwiddlerPaper
 
 STEPS = 8
 INPUT, OUTPUT, PREFILL, WIDTH = 64, 128, 1024, 8
-"""One configuration of each figure stands for all."""
+"""The configuration of each figure that is simulated here in place of all."""
 
 
 def variants(paper: TwiddlerPaper, on_progress: Progress) -> Section:

@@ -21,7 +21,7 @@ from moesched.system.decoding import reason
 from moesched.system.plain_text import shown
 
 MOST_DISTINCT = 10_000
-"""Limit of the different prompts of a distribution, whose lengths are computed one by one."""
+"""Largest number of different prompts in a distribution, as their lengths are computed one by one."""
 
 Tokens = Annotated[int, Meta(le=16_000_000)]
 """A length in tokens. The longest context of any model has 10 million."""
@@ -44,7 +44,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         new_tokens: choices for the number of tokens to generate for each prompt; the first is the default.
-        prompts: the distribution of the lengths; None if each is given.
+        prompts: the distribution of the lengths; None if each length is given.
         prompt_tokens: each prompt's length in tokens, if there is no distribution.
     """
 
@@ -116,7 +116,8 @@ def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
 def _whole(name: str, numbers: object) -> tuple[int, ...]:
     """Return whole numbers, also numpy's, as Python's own.
 
-    name: the numbers' name in the error.
+    Args:
+        name: the numbers' name in the error.
     """
     listed: list[Any] = list(numbers) if isinstance(numbers, Iterable) else [None]
     if not all(isinstance(each, Integral) for each in listed):

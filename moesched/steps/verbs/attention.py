@@ -48,7 +48,7 @@ class AttentionVerbs(Verbs):
         """Attention on the accelerator.
 
         Submits this task for a micro-batch and returns its handle. If the KV cache is on the host, a decode step
-        must call `load_kv` before; in prefill the prompt's keys and values are still on the accelerator. In both,
+        must call `load_kv` before; in prefill the prompt's keys and values are still on the accelerator. In both cases
         `offload_kv` must follow.
         """
         batch = self._at(ATTENTION, layer, micro_batch)
@@ -178,8 +178,8 @@ class AttentionVerbs(Verbs):
         next one.
 
         Raises:
-            OutOfOrder: later chunks of the same prompts have not passed the layer before.
-            PolicyError: the chunk before was attended to on the host.
+            OutOfOrder: later chunks of the same prompts have not passed the previous layer.
+            PolicyError: the previous chunk was attended to on the host.
         """
         batch = self._batches[micro_batch]
         before = batch.before

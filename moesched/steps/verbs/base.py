@@ -21,7 +21,7 @@ from moesched.steps.views import View, Views
 from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Phase, Task
 
 NEVER = -1 << 62
-"""A progress that no micro-batch has: the one needed by verbs that do not exist on this node."""
+"""A progress that no micro-batch ever has; it stands for the need of verbs that do not exist on this node."""
 
 Priority = Literal["urgent", "normal", "speculative"]
 CLASSES: Mapping[Priority, int] = MappingProxyType({"urgent": URGENT, "normal": DEMAND, "speculative": IDLE})
@@ -98,8 +98,8 @@ class Verbs(StepFacts):
     def priority(self, name: Priority) -> Iterator[None]:
         """Give the kernels of a `with` block the priority `name` on their lanes, on both processors.
 
-        Of the kernels that are ready, a lane runs urgent ones first and speculative ones last. It does not change the
-        order of transfers (`fetch` has options for that), nor the order on lanes that keep to program order.
+        Of the kernels that are ready, a lane runs urgent ones first and speculative ones last. The priority does not
+        change the order of transfers (`fetch` has options for that), nor the order on lanes that keep to program order.
 
         Raises:
             PolicyError: there is no such priority.
@@ -171,7 +171,7 @@ class Verbs(StepFacts):
         """Submit a verb's task, and set the micro-batch's progress to the one that the verb leaves.
 
         Args:
-            operands: the task's operands, as the device's runner takes them.
+            operands: the task's operands, in the form that the device's runner takes.
             reads, writes: blocks of data that the task reads and writes in addition to those in the table of verbs.
 
         Returns:
@@ -229,7 +229,7 @@ class Verbs(StepFacts):
             batch.enter(batch.stage, kind)
 
     def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """Return a tuple of the block of the micro-batch's activations within a layer; empty if the plan has no limit.
+        """Return a tuple with the block of the micro-batch's activations within a layer; empty if there is none.
 
         leaves: whether the micro-batch leaves the layer now, so that its block is free for another one.
         """
@@ -262,7 +262,7 @@ class Verbs(StepFacts):
             raise self._no_layer(method, layer)
 
     def _present(self, method: str, micro_batch: int) -> MicroBatch:
-        """Return the micro-batch with this number; OutOfOrder, with `method` in the message, if the step has none."""
+        """Return the micro-batch with this number; raise OutOfOrder, naming `method`, if the step has no such one."""
         try:
             return self._batches[micro_batch]
         except (KeyError, TypeError):
@@ -330,7 +330,7 @@ class Verbs(StepFacts):
         )
 
     def _next_verbs(self, batch: MicroBatch) -> str:
-        """Return the verbs that take a micro-batch on from where it is, as the end of a message; empty if none may."""
+        """Return, as the end of a message, the verbs that may advance a micro-batch now; empty if none may."""
         if batch.kv.unsaved >= 0:  # `_where` names the remedy
             return ""
         layer = batch.progress // STRIDE
@@ -364,7 +364,7 @@ def _submit_kernels(
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
     """Return two lists: the progress that each verb needs, and the progress that it leaves, in layer 0, by verb number.
 
-    `sample` has layer -1, and comes after all others.
+    For `sample`, which is called with layer -1, the progress is that after all layers.
 
     Args:
         stride: the progress of a whole step.

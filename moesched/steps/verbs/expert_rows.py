@@ -30,7 +30,7 @@ def named_micro_batches(micro_batch: int | Collection[int], rows: range | None) 
     rows: the range of rows that the call names; None for all rows.
 
     Raises:
-        PolicyError: there are none, or several are to share one range of rows.
+        PolicyError: the call names none, or several together with a range of rows.
     """
     if not isinstance(micro_batch, Collection):
         return (micro_batch,)
@@ -85,7 +85,7 @@ def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: rang
 
 
 def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
-    """Check that no rows of an expert have run in a micro-batch; the expert has yet to run there.
+    """Check that none of the rows that a pending expert has in a micro-batch have run.
 
     Raises:
         OutOfOrder: some rows have run.

@@ -43,7 +43,7 @@ class ExpertVerbs(Verbs):
     """The verbs of routing, and of experts on accelerator or host."""
 
     def route(self, layer: int, micro_batch: int) -> Task:
-        """Output projection, norm and router; await it for {expert: tokens}, every one of which must then run.
+        """Output projection, norm and router; await it for {expert: tokens}: all of these experts must then run.
 
         Submits this task for a micro-batch and returns its handle. `tokens` is the number of the micro-batch's tokens
         that are routed to the expert.
@@ -67,10 +67,10 @@ class ExpertVerbs(Verbs):
     def preview_route(self, layer: int, micro_batch: int) -> Task:
         """Norm and router of a later layer on a micro-batch's hidden state, between `route` and `combine`.
 
-        Await the handle for {expert: tokens}: a guess of what `route` will choose in `layer`, without any effect on it
-        (speculative expert loading, Eliseev and Mazur 2023). That layer's dense pages must be on the accelerator, and
-        in a pipeline it must belong to the same stage. Reports tell how much of each routing was forecast, by the
-        number of layers ahead.
+        Await the handle for {expert: tokens}: a guess of what `route` will choose in `layer`, which does not affect
+        that choice (speculative expert loading, Eliseev and Mazur 2023). The dense pages of `layer` must be on the
+        accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Reports tell which share
+        of the routed experts had been forecast, by the number of layers ahead.
         """
         batch = self._in_time(PREVIEW_ROUTE, layer, micro_batch)
         if self._state.stage_of[layer] is not batch.stage:
@@ -175,11 +175,11 @@ class ExpertVerbs(Verbs):
             at: the processor that runs the expert: "accelerator" or "host".
             rows: a range of the expert's rows in the one micro-batch, one row for each token, in the order of the
                 tokens; by default all rows. All must run once before `combine`. For the same bits, a device may have to
-                compute the whole tile of `EXPERT_TILE` rows (`moesched/models/footprint.py`) that has the range, and
-                drop the others: cut ranges at multiples of `EXPERT_TILE`, and no work is done twice.
+                compute the whole tile of `EXPERT_TILE` rows (`moesched/models/footprint.py`) that contains the range,
+                and drop the other rows. If ranges are cut at multiples of `EXPERT_TILE`, no work is done twice.
 
         Raises:
-            PolicyError: the expert has no such rows, a micro-batch is named twice, or several are with `rows`.
+            PolicyError: the expert has no such rows, a micro-batch is named twice, or several are named with `rows`.
             OutOfOrder: a micro-batch is not routed, the expert is not pending, or some rows have run; nothing changed.
         """
         if rows is not None or not isinstance(micro_batch, int):
@@ -205,8 +205,8 @@ class ExpertVerbs(Verbs):
         """One of this node's experts on a row of zeros, only to read its weights; the result is not used.
 
         Submits this task and returns its handle. The task belongs to the layer of a routed micro-batch, whose `combine`
-        waits for it (busy full loading, and the spare quota of router-aided dynamic loading: section 4.2 of the paper
-        on a cluster of Apple silicon, RACS'24).
+        waits for it. It serves busy full loading, and the spare quota of router-aided dynamic loading (section 4.2 of
+        the paper on a cluster of Apple silicon, RACS'24).
         """
         batch = self._at(WARM_EXPERT, layer, micro_batch)
         if expert not in self._state.plan.layout.experts_of(layer):

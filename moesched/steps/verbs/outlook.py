@@ -18,8 +18,8 @@ from moesched.tasks import DONE, Task
 class Outlook(Verbs):
     """Methods that answer questions about time; they submit no task, and need `Plan.request_times`.
 
-    Schedules that depend on the answers differ from run to run. Expected times come from the machine's cost model:
-    for the tasks submitted so far, in the order in which their lanes take them, each as fast as if it were alone. On
+    Schedules that depend on the answers differ from run to run. Expected times come from the machine's cost model. They
+    are those of the tasks submitted so far, in the order in which lanes take them, each as fast as if it ran alone. On
     CUDA, tasks that are on a stream already do not count.
     """
 

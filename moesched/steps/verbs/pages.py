@@ -48,10 +48,10 @@ class PageVerbs(Verbs):
     ) -> Task:
         """Move pages into slots of `pool` in one transfer, from `source` or from where the weights are stored.
 
-        On its link an urgent transfer goes before those that are not, and a speculative one after all others.
+        On its link, an urgent transfer goes before all that are not urgent, and a speculative one after all others.
 
         Raises:
-            PolicyError: a page is in that memory already, or there are no pages to move.
+            PolicyError: a page is in the pool's memory already, or there are no pages to move.
             NotResident: `source` does not hold a page.
         """
         arrival = SPECULATED if speculative else FETCHED
@@ -76,7 +76,7 @@ class PageVerbs(Verbs):
         """Cancel the transfer of unused pages, if it has not started; it then moves no bytes.
 
         Returns:
-            whether it was cancelled. If not, nothing has changed; call `evict` instead.
+            whether the transfer was cancelled. If not, nothing has changed; call `evict` instead.
 
         Raises:
             NotResident: a page is not in the pool.

@@ -42,10 +42,10 @@ OUTSIDE_LAYERS = {
     SAMPLED: "sampled",
     NEXT_INPUT: "input of the first layer",
 }
-"""Names of these values for verbs that belong to no layer."""
+"""Names of values of the progress for verbs that belong to no layer."""
 
 VerbLane = Literal["accelerator", "host", "either", "to host", "from host"]
-"""The lane of a task: a processor's, or one of the copies between the memories of accelerator and host."""
+"""The lane of a verb's task: a processor's, or that of a copy; "either" if the policy chooses the processor."""
 
 _numbers = count()
 
@@ -59,11 +59,11 @@ class Verb:
         needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
         lane: the lane on which the verb's task runs; None for a verb without a task.
         task: the type of its task.
-        reads, writes: the data of its task, by the names of `Blocks`. Names that `Blocks` lacks are blocks that the
-            verb's method adds.
-        when: when the verb is allowed: "exactly" at the progress `needs`; "until" it, from the start of the step;
-            "earlier": there, or in the same state of an earlier layer; "unsaved": after it, while keys and values wait
-            to be moved to the host.
+        reads, writes: names of the blocks that its task reads and writes, as in `Blocks`; the verb's method adds the
+            blocks whose names `Blocks` lacks.
+        when: when the verb is allowed: "exactly": only at the progress `needs`; "until": from the start of the step up
+            to `needs`; "earlier": at `needs`, or in the same state of an earlier layer; "unsaved": from `needs` on,
+            while keys and values wait to be moved to the host.
         saved: whether the verb is refused while keys and values wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None for a verb that such nodes lack.
         grows: whether its task's FLOPs and bytes grow from step to step with the KV cache.
@@ -96,7 +96,7 @@ class Verb:
 
     @property
     def copies(self) -> bool:
-        """True if the verb only moves data, and has nothing to do where accelerator and host share a memory."""
+        """True if the verb only copies data between accelerator and host; if they share a memory, it does nothing."""
         return self.lane in ("to host", "from host")
 
 

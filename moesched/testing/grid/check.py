@@ -22,10 +22,10 @@ from moesched.testing.grid.results import Advice, CellResult, Fault, GridReport,
 
 LIMIT_SECONDS = 60.0
 LEAST_PATIENCE = 1.0
-"""The least seconds that a small case may take; more if a sixth of the limit is more."""
+"""Seconds that a small case may take; a sixth of the time limit if that is more."""
 
 Progress = Callable[[int, int, str], object]
-"""Progress callback: number of items done, number of all, name of the one that begins."""
+"""Progress callback; its arguments are the number of items done, the number of all items, and the next item's name."""
 
 
 def check_on_grid(
@@ -45,8 +45,8 @@ def check_on_grid(
         policy: a name of `moesched list policies`, or file.py:Class, or module:Class.
         settings: the policy's settings by name; None for the defaults.
         cells: the cells of the grid; None for the cells of `cells_of()`.
-        limit: seconds after which the check ends, and the report names the other cases as unchecked.
-        whole_traceback: whether faults have all frames of their tracebacks.
+        limit: seconds after which the check ends; the report then lists the remaining cases as unchecked.
+        whole_traceback: whether faults have the whole traceback, not only the policy's own frames.
         on_progress: called with (items done, all items, name of the item that begins).
 
     Raises:

@@ -1,7 +1,7 @@
 """The child process that runs a check's items, and its messages to the parent, one JSON value per line.
 
-When an item takes too long, `faulthandler` writes a traceback between the messages, even from a loop in C or one that
-catches every exception, and again and again until the process is killed. Output of the policy is dropped.
+When an item takes too long, `faulthandler` writes tracebacks between the messages until the process is killed. This
+works even in a loop in C, or in a loop that catches every exception. Output of the policy is dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moesched.testing.grid.items import Outcome, Subject, items_of
 LEAST_SECONDS = 0.05
 """Seconds that must be left for another item to begin."""
 BETWEEN_TRACEBACKS = 0.01
-"""Seconds from one traceback of an item that takes too long to the next."""
+"""Seconds between two tracebacks of an item that takes too long."""
 
 
 class ChildOrder(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         item: index of the item.
         seconds: time that the item may take.
-        quick: whether an item that takes longer is a fault of the policy; otherwise it is left unchecked.
+        quick: whether it is a fault of the policy if the item takes longer; otherwise the item counts as unchecked.
     """
 
     item: int

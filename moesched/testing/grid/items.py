@@ -1,4 +1,4 @@
-"""Items, the parts of a check that run one by one: small cases, cells, and in each cell the shipped policies."""
+"""Items, the parts of a check, which run one by one: a small case, a cell, or the shipped policies in a cell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesched.testing.grid.trials import Trial, trials_of
 from moesched.trace import Recorder, least_nanoseconds
 
 CODE_OF_CHILD = "<string>:1"
-"""The line that started the process of a check: the only one that is neither the framework's nor a library's."""
+"""File and line of the code that starts the child process; it could be mistaken for a line of the policy."""
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -42,11 +42,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one item.
 
     Attributes:
-        unfit: set if the policy's plan does not fit the memory in this item; reported if it fits in no item.
+        unfit: the fault to report if the policy's plan fits in no item; None if the plan fits in this item.
         cell: the policy's result in a cell; None for other items.
         lanes: whether each lane was used, by the lane's name.
-        rivals: the seconds of the shipped policies, by name.
-        skipped: whether the item was not run, as the results of earlier items sufficed.
+        rivals: predicted seconds of the shipped policies, by name; empty for other items.
+        skipped: whether the item was not run, since earlier outcomes made it unnecessary.
     """
 
     faults: list[Fault] = []
@@ -77,7 +77,7 @@ class Item(NamedTuple):
 def trial_item(trial: Trial) -> Item:
     """Make the item that runs the policy in a small case, to find faults.
 
-    The item is not needed if the case had a fault already with the machine's own durations.
+    The item is not needed if an earlier item found a fault in the same case with the machine's own durations.
     """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:
@@ -96,7 +96,7 @@ def trial_item(trial: Trial) -> Item:
 
 
 def cell_item(cell: Cell) -> Item:
-    """Make the item that simulates the policy in a cell: it gives the predicted time, a lower bound, and advice."""
+    """Make the item that simulates the policy in a cell, for its predicted time, a lower bound of it, and advice."""
 
     def run(subject: Subject) -> Outcome:
         outcome = Outcome()

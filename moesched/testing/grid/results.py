@@ -116,7 +116,7 @@ Found = TypeVar("Found", Fault, Advice)
 
 
 def merged(found: Iterable[Found]) -> list[Found]:
-    """Join findings with equal keys into one, whose number of cases is their sum; the order is kept."""
+    """Join findings with equal keys into one, and add up their numbers of cases; the order is kept."""
     first: dict[tuple[str, str], Found] = {}
     for each in found:
         known = first.get(each.key)

@@ -29,7 +29,7 @@ class _Kept(msgspec.Struct):
 
     Attributes:
         code: hash of the code with which the times were predicted.
-        cells: by the cell's name, the seconds of each policy that fits, by the policy's name.
+        cells: predicted seconds, by the cell's name, then by the name of each policy that fits in the cell.
     """
 
     code: str

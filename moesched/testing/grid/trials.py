@@ -70,7 +70,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class UnevenTimes:
-    """A cost model that multiplies a machine's durations by random factors; equal works have equal factors.
+    """A cost model that multiplies a machine's durations by random factors; equal pieces of work have equal factors.
 
     Tasks then end in orders that no real machine would give.
 

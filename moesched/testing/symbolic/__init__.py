@@ -4,6 +4,6 @@ Two runs end with the same symbols only if every task read the data that it was 
 times at which each piece of data was read and written, and raises an error if tasks touched it at the same time. It
 runs under both drivers, needs no weights, and takes microseconds a task: a schedule can be tested without a model.
 
-The functions of its verbs repeat what each verb reads and writes. The engine's dependencies come from the table in
-`moesched/steps/verbs/table.py`; a device that took its reads and writes from this table could not find it wrong.
+The engine takes the dependencies of tasks from the table in `moesched/steps/verbs/table.py`. This device does not use
+the table: the function of each verb states anew what the verb reads and writes, so that errors in the table are found.
 """

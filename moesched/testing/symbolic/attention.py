@@ -9,7 +9,7 @@ from moesched.testing.symbolic.model import append, attend, embed, positions, pr
 
 
 class Attention:
-    """Computes, on hashes, the verbs (kinds of tasks) from the tokens to attention's output, on either processor."""
+    """Computes, with hashes, the verbs (kinds of tasks) from the tokens to attention's output, on either processor."""
 
     def __init__(self, batch: SymbolicBatch) -> None:
         self._batch = batch

@@ -30,7 +30,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """Return the hashes of the prompts' tokens, by key: all data before the first task, except weights."""
+        """Return the hashes of the prompts' tokens, by key: besides weights, the only data before the first task."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }

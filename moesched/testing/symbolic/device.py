@@ -51,11 +51,11 @@ class SymbolicDevice:
 
     @property
     def streams(self) -> None:
-        """None: no lane of this device is a stream, so that worker threads run all tasks."""
+        """None: no lane of this device is a stream; worker threads run all tasks."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kinds of lanes (queues of tasks) by name: empty, so that all have the default kind, a worker thread."""
+        """The kinds of lanes (queues of tasks) by name; empty, since all have the default kind, a worker thread."""
         return {}
 
     def slot_bytes(self, page: Page) -> int:
@@ -103,7 +103,7 @@ class SymbolicDevice:
 
 
 def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return the functions that compute a run's tasks, by verb: most are methods of the other arguments."""
+    """Return the functions that compute a run's tasks, by verb: most are methods of `attention` and `experts`."""
     verbs: dict[str, Verb] = {"load": _load, "fetch": _fetch, "copy_to_pinned": _fetch}
     for part in (attention, experts):
         verbs |= {name: verb for name, verb in getmembers(part, ismethod) if not name.startswith("_")}
@@ -113,7 +113,7 @@ def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -
 
 
 def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return the functions of verbs that are new or different where several nodes share the experts, by name."""
+    """Return, by verb, the functions that only nodes with shared experts have, or that differ on such nodes."""
     exchanges = Exchanges(plan.nodes, experts, board)
     verbs: dict[str, Verb] = {"partial_sum": exchanges.partial_sum}
     if not plan.nodes.centralised:

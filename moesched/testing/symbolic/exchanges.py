@@ -43,7 +43,7 @@ class Board:
 
 
 class Exchanges:
-    """Computes the verbs (kinds of tasks) that sum over nodes, or send results of the only node with attention."""
+    """Computes the verbs (kinds of tasks) that sum over nodes, or send results of the only node that runs attention."""
 
     def __init__(self, nodes: NodeShare, experts: Experts, board: Board) -> None:
         self._nodes = nodes

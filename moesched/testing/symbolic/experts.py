@@ -20,7 +20,7 @@ from moesched.testing.symbolic.model import (
 
 
 class Experts:
-    """Computes, on hashes, the verbs (kinds of tasks) from attention's output to the layer's output or to tokens."""
+    """Computes, with hashes, the verbs (kinds of tasks) from attention's output to the layer's output or to tokens."""
 
     def __init__(self, batch: SymbolicBatch) -> None:
         self._batch = batch

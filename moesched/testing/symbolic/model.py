@@ -24,7 +24,7 @@ def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
 
     Args:
         requests: numbers of the requests.
-        starts: for a chunk of prompts, the position in each prompt where it begins.
+        starts: for a chunk of prompts, the position in each prompt at which the chunk begins.
     """
     return symbol("prompts", *requests, "from", *starts)
 
@@ -70,7 +70,7 @@ def attend(layer: int, qkv: int, cache: int) -> int:
 
 
 def project_output(layer: int, attention: int, hidden: int, weights: int) -> int:
-    """Return the hash of the hidden state after attention: its output projection, added to the residual.
+    """Return the hash of the hidden state after attention: attention's projected output, added to the residual.
 
     attention, hidden, weights: hashes of attention's output, of the hidden state, and of the layer's dense weights.
     """
@@ -91,7 +91,7 @@ def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> Mapping[int
 
 @lru_cache(20_000)
 def _chosen(experts: int, top_k: int, hidden: int, tokens: int) -> Mapping[int, int]:
-    """The counts of `choose_experts`; nodes, and the expected tokens, ask for the same again."""
+    """Return the result of `choose_experts`; cached, since each node and `expected_tokens` ask for the same."""
     random = Random(hidden)
     counts = [0] * experts
     for _ in range(tokens):
@@ -108,8 +108,8 @@ def expert(layer: int, number: int, hidden: int, weights: int) -> int:
 def joined(rows: Iterable[int]) -> int:
     """Return the hash of an expert's output, given the hashes of the output's rows.
 
-    Equal rows give their own hash. Different rows, which tasks computed from different data, give a hash that no right
-    output has.
+    If all rows are equal, the result is their hash. If they differ, tasks computed them from different data, and the
+    result is a hash that no right output has.
     """
     first, *others = dict.fromkeys(rows)
     return symbol("torn", first, *others) if others else first
@@ -126,7 +126,7 @@ def sample(hidden: int, requests: Iterable[int]) -> list[int]:
 
 
 def expected_tokens(plan: Plan) -> list[list[int]]:
-    """Compute the tokens that every schedule of a plan must produce, by request, without a schedule."""
+    """Compute, without a schedule, each request's tokens, which every schedule of a plan must produce."""
     tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
     for requests in plan.batch.micro_batches:
         for fresh in _generate(plan, requests):

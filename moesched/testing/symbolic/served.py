@@ -48,9 +48,10 @@ class ServedBatch(SymbolicBatch):
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
-        """Test whether the KV cache has entries of earlier steps for a task's rows, as it has in decode.
+        """Test whether the KV cache has entries of earlier steps for a task's rows: it has in decode.
 
-        Prompts have none, as they are not divided over steps if the KV cache is on the host.
+        In prefill it has none: this is asked only if the KV cache is on the host, and then no prompt is divided over
+        steps.
         """
         return task.phase == "decode"
 
@@ -79,8 +80,12 @@ class ServedAttention(Attention):
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
         """Append new keys and values to a KV cache in `data`, and return the hash of attention.
 
-        Undivided prompts attend only over their own keys and values, all other rows over the cache. source: key of the
-        queries, keys and values. key: key of the cache. held: the hash of the cache before; None to read it at `key`.
+        Undivided prompts attend only over their own keys and values, all other rows over the cache.
+
+        Args:
+            source: key of the queries, keys and values.
+            key: key of the cache.
+            held: the hash of the cache before; None to read it at `key`.
         """
         qkv = data.read(source)
         cache = self._append(task, data, qkv, key, held)
