@@ -11,7 +11,7 @@ from moesched.steps.step import Step
 
 
 class EpRouterAided(NodeExperts):
-    """Runs chosen experts, then warms the least recently used ones until as many ran as on the busiest node.
+    """Runs chosen experts, then warms least recently used ones until as many ran as on the busiest node.
 
     Thus no weights are idle for long, at no cost to the busiest node.
 

@@ -29,7 +29,7 @@ VISITORS = 2
 
 
 class Twiddler(LayerByLayer):
-    """Decides for each expert alone: the GPU, if its weights are there or moving them is faster, else the CPU.
+    """Decides for each expert alone: the GPU if it has the weights or moving them is faster, else the CPU.
 
     Experts are decided in ascending order, by the latencies of the machine's cost model. A moved expert is evicted
     after use, as in the paper. If accelerator and host share a memory, an expert that is not resident is always

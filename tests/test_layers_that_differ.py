@@ -107,15 +107,16 @@ def _on_mlx(model: Checkpoint, folder: Path) -> object:
     return device_of("mlx", model, "float32")
 
 
-def _one_of_two(model: Checkpoint, folder: Path) -> object:
-    return device_of("torch", model, "float32").join(0, InprocTransport(2), None)
+def _a_rank(model: Checkpoint, folder: Path) -> object:
+    share = replace(model, config=replace(model.config, ranks=2))
+    return device_of("torch", share, "float32").join(0, InprocTransport(2), None)
 
 
 def _stacked(model: Checkpoint, folder: Path) -> object:
     return prestack_model(model.path, folder / "stacked")
 
 
-@pytest.mark.parametrize("use", [_on_mlx, _one_of_two, _stacked])
+@pytest.mark.parametrize("use", [_on_mlx, _a_rank, _stacked])
 @pytest.mark.parametrize(
     ("config", "said"),
     [
