@@ -114,11 +114,11 @@ class HeadCall:
     """A native call that computes the logits of some rows of hidden states, with memory for the results.
 
     Args:
-        head: arguments that depend on the weights of norm and LM head; the struct is copied.
+        head: struct with the native arguments that the weights of norm and LM head determine; the call keeps a copy.
         rows: indices of the rows of the hidden states.
 
     Attributes:
-        logits_SV: the logits of each row, float32.
+        logits_SV: logits, float32: a row for each of `rows`, a column for each token of the vocabulary.
     """
 
     def __init__(self, threads: NativeKernels, head: Head, rows: Sequence[int]) -> None:

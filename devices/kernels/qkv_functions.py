@@ -1,4 +1,7 @@
-"""Queries, keys and values in torch: projection, norms and rotation. `functions.py` explains the letters of shapes."""
+"""Computes queries, keys and values in torch: projection, norms and rotation.
+
+Names of tensors end in the letters of their shapes, which `functions.py` explains.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Product(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """One pass over `nbytes` bytes of the GPU's or the host's memory."""
+    """A reading of `nbytes` bytes in a row from one memory, the GPU's or the host's; no CUDA stream."""
 
     memory: str
     nbytes: int

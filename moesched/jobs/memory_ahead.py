@@ -37,10 +37,15 @@ BESIDE = 1 << 30
 def pieces_to_take(
     given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
 ) -> list[int]:
-    """Return the bytes of each page and tensor that will stay in this process, by a rough plan of the first batch.
+    """Return the bytes of each piece of memory to take early: of the pages and tensors that will stay in this process.
 
-    The list is empty if the device keeps weights elsewhere or in another form, if the process's memory is limited, or
-    if the plan does not fit, which the run itself will report.
+    A rough plan of the first batch gives them. The list is empty if the device keeps weights elsewhere or in another
+    form, if the process's memory is limited, or if the plan does not fit; the run itself reports that later.
+
+    Args:
+        lengths: tokens of each prompt.
+        new_tokens: tokens to generate for each prompt.
+        beams: beams of each prompt; 1 without beam search.
     """
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = PROCESS in (given.budgets or {}) or address_space != resource.RLIM_INFINITY

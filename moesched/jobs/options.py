@@ -227,7 +227,7 @@ class HostsOptions(TransportOptions):
 
 
 class ClusterOptions(TransportOptions, PromptsOptions, GeneratedOptions):
-    """The options that `run_cluster` and `run_local` share; machine, budgets and device are those of each node."""
+    """Options that `run_cluster` and `run_local` share. Machine, budgets and device apply to each of the nodes."""
 
     policy: Annotated[
         str | type[Policy],

@@ -117,7 +117,10 @@ def at_peak(machine: Machine) -> Machine:
 
 
 def usable_share(machine: Machine) -> float:
-    """Return the share of a memory's stated bandwidth, from 0 to 1, that all its readers and writers reach together."""
+    """Return the share of its stated bandwidth, from 0 to 1, that a memory gives to all readers and writers together.
+
+    The share is the same for every memory of the machine. It is below 1 if the stated rates are peaks.
+    """
     return MEMORY_EFFICIENCY if is_rated(machine) else 1.0
 
 

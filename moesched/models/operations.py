@@ -104,7 +104,7 @@ class Products(TensorSizes):
 
 
 class AttentionOperations(Products):
-    """Costs of attention, with the projections before and after it and the KV cache."""
+    """FLOPs and bytes of attention, of the projections before and after it, and of reading and writing the KV cache."""
 
     @cached_property
     def before_attention(self) -> Product:

@@ -1,4 +1,4 @@
-"""The answers to one request of the API: asks the engine for tokens, and turns them into pieces of text."""
+"""Makes the answers to one request of the API: asks the engine for tokens, and turns them into pieces of text."""
 
 from __future__ import annotations
 

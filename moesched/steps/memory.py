@@ -238,11 +238,11 @@ class Pool(ReadOnly):
     def assign_all(self, pages: Sequence[Page], engine: Engine, arrival: int, step: int) -> tuple[Slot, ...]:
         """Assign a slot to each of these pages; if that raises an error, to none of them.
 
-        The pages that the slots held are evicted for all later lines of the policy.
+        The pages that the slots held count as evicted from now on, though earlier tasks may still read them.
 
         Args:
             pages: pages that are not in the memory.
-            engine: the engine, which then has the next writer of a slot wait for the evicted page's readers.
+            engine: makes the next task that writes to a slot wait for the readers of the slot's old page.
             arrival: the way in which the next submitted task brings the pages: `LOADED`, `FETCHED` or `SPECULATED`.
             step: the step that brings them; -1 before the first one.
 
@@ -250,7 +250,7 @@ class Pool(ReadOnly):
             the slots, in the order of the pages.
 
         Raises:
-            PolicyError: a page is in the memory already, or a rule failed.
+            PolicyError: a page is in the memory already, or the pool's replacement rule failed.
             OverBudget: the pool has no room for a page.
         """
         table, held, empty = self.memory._table, self._held, self._empty

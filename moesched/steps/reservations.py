@@ -1,4 +1,4 @@
-"""Computes the bytes that a plan takes of each memory, from model, machine, batch and declarations alone."""
+"""Computes the bytes of each memory that a plan uses: from model, machine, batch and the plan's declarations alone."""
 
 from __future__ import annotations
 

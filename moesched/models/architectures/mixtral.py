@@ -38,14 +38,14 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def window(file: ConfigFile, sliding_window: int | None, layer_types: Sequence[str]) -> int | None:
-    """Return the attention window in tokens that all layers have; None without a window.
+    """Return the attention window in tokens, which is the same for all layers; None if there is no window.
 
     Args:
         sliding_window: the window that config.json gives; None without one.
         layer_types: the kind of each layer; may be empty.
 
     Raises:
-        BadInput: layers are of different kinds.
+        BadInput: the layers are not all of one kind.
     """
     if len(set(layer_types)) > 1:
         raise file.unsupported("layer_types", sorted(set(layer_types)), "one kind of layer")

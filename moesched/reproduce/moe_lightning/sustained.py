@@ -1,4 +1,4 @@
-"""Predictions of Tables 4 and 5 of MoE-Lightning at our profiles' sustained rates, without a fit to the paper."""
+"""Predicts Tables 4 and 5 of MoE-Lightning from our profiles' sustained rates; nothing is fitted to the paper."""
 
 from __future__ import annotations
 
