@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages.write import DOCS, OLDER, pages
+from benchmarks.pages.write import DOCS, OLDER, Result, pages
 from benchmarks.record.claims import Claim, at_least, at_most, none_of
 from benchmarks.record.results import ROOT
 from benchmarks.record.tables import across, filled, markdown, plain, table_of
@@ -29,6 +29,12 @@ def test_the_results_page_has_missed_bars_first_in_each_table() -> None:
     for table in tables:
         missed = ["**" in line for line in table.splitlines() if line.startswith("| ")][2:]
         assert missed == sorted(missed, reverse=True)
+
+
+def test_a_figure_has_the_day_of_the_part_that_was_measured_first() -> None:
+    parts = {"a": {"date": "2026-03-02"}, "b": {"date": "2026-03-01"}}
+    assert Result(Path("some.json"), {"date": "2026-01-01", "parts": parts}).date == "2026-03-01"
+    assert Result(Path("some.json"), {"date": "2026-01-01"}).date == "2026-01-01"
 
 
 def test_only_tables_that_are_known_are_written_anew() -> None:

@@ -40,6 +40,12 @@ class Result(NamedTuple):
         return OF_A_VERSION in self.file.parents
 
     @property
+    def date(self) -> str:
+        """The day on which its figures were measured; the earliest where its parts have several."""
+        parts = self.has.get("parts", {"": self.has}).values()
+        return min(str(each["date"]) for each in parts)
+
+    @property
     def about(self) -> dict[str, str]:
         """Columns beside a figure."""
         return {"machine": self.machine or "any", "commit": self.has.get("commit", "")}
@@ -52,7 +58,7 @@ class Result(NamedTuple):
         """A claim's figure, bold if its bar is missed, with a link and the date."""
         figure = f"**{claim.figure}**" if claim.reached is False else claim.figure
         older = OLDER if not self.of_a_version and older_than_the_code(self.has) else ""
-        return f"[{figure}](../{self.file.relative_to(ROOT)}) {self.has['date']}{older}"
+        return f"[{figure}](../{self.file.relative_to(ROOT)}) {self.date}{older}"
 
     def table(self, name: str) -> str:
         """A table; where figures depend on the machine, after a line with it and the command."""
