@@ -16,7 +16,7 @@ from .bfloat16_support import has_bfloat16
 
 TILE = 16
 """Rows of an AMX tile. Fewer rows are not padded, since they have few shapes."""
-CODE_BYTES = 56_000_000
+CODE_BYTES = 34_000_000
 """Measured bytes of oneDNN's code for the shapes of a run, on processors with bfloat16 instructions."""
 
 Tensor = torch.Tensor
