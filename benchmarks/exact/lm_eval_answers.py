@@ -110,7 +110,7 @@ def compared(ours: Answers, expected: Answers) -> Result:
 
 
 def differences(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Result:
-    """How many answers there are, how many differ, and how far log-likelihoods do at most.
+    """The number of answers, the number that differ, and the largest difference of log-likelihoods.
 
     The difference of one also counts in parts of it, at least of 1.
     """
