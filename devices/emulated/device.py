@@ -125,7 +125,7 @@ class EmulatedDevice:
         return self._torch.bytes_read
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page (a part of a layer's weights) takes in a slot, memory for one page."""
+        """Return the bytes that a page (a part of a layer's weights) takes in a slot (memory for one page)."""
         return self._torch.slot_bytes(page)
 
     def clock(self) -> int:
@@ -141,8 +141,8 @@ class EmulatedDevice:
             first: the device of rank 0.
 
         Raises:
-            BadInput: the model is not cut over ranks. The devices would then be nodes: several machines, each with a
-                clock of its own.
+            BadInput: the model is not cut over ranks, so that the devices would be nodes: several machines, which have
+                no common clock.
         """
         if self.layout.config.ranks == 1:
             raise BadInput(

@@ -106,7 +106,7 @@ def _last_layer(checkpoint: Checkpoint) -> Checkpoint:
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
     """Run a policy's plan on a virtual clock, which advances by the times of the cost model `cost`.
 
-    `device` computes a task when the task ends on this clock.
+    When a task ends on this clock, `device` does the task's real work.
     """
     VirtualRun([Rank(plan, policy, device)], cost=cost, sharing=False, make_engine=Engine).run()
 

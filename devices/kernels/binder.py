@@ -37,7 +37,8 @@ class Binder:
     def bound(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound:
         """Return the function that computes an operation with these weights on the accelerator, for `memory.rows` rows.
 
-        The first call binds the kernel; later calls find the bound kernel in the memory or with the weights.
+        A bound kernel is kept for later calls: in `memory` if the kernel has `uses_memory` (unless this memory is for
+        too many rows), otherwise with the weights.
         """
         return (
             memory.bound((operation, weights.number))

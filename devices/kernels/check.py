@@ -86,10 +86,10 @@ def check_kernel(
 def _configs() -> Iterator[ModelConfig]:
     """Yield five small models that differ in what kernels must handle.
 
-    A plain one; one with norms of heads, clipping, and experts' weights that do not sum to 1; one with a single expert,
-    norms of whole projections, and heads that are rotated in part; one with biases of queries, keys and values, rotated
-    pairs of neighbours, and a corrected router that chooses from groups; one with biases everywhere, gate and up in one
-    matrix, and limited activations.
+    The first is plain. The second has layer norms, norms of heads, clipping, and experts' weights that do not sum to 1.
+    The third has a single expert, norms of whole projections, and heads that are rotated in part. The fourth has biases
+    of queries, keys and values, rotated pairs of neighbours, and a sigmoid router with a correction of the scores and
+    groups of experts. The fifth has biases everywhere, gate and up in one matrix, and limited activations.
     """
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)

@@ -44,7 +44,10 @@ class KernelWeights(dict[str, list[T]]):
         self.refused: set[tuple[str, int]] = set()
 
     def keep(self, operation: str, rows: int, bound: Bound) -> Bound:
-        """Keep a bound kernel for this operation and number of rows, and return it; if there are too many, drop all."""
+        """Keep a bound kernel for this operation and number of rows, and return it.
+
+        If very many bound kernels are kept already, all of them are dropped first.
+        """
         if len(self.bounds) >= MOST_BOUND:
             self.bounds.clear()
             self.refused.clear()

@@ -68,12 +68,12 @@ class Weights(KernelWeights[Any]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """Return a copy of a C struct with the arguments of a native call that depend only on these weights.
+        """Return a copy of a C struct: arguments of a native call that are the same in all calls with these weights.
 
         Args:
             kind: class of the struct.
-            prepare: makes the struct, and is called only once; its second argument is a list, kept alive by these
-                weights, that receives the arrays to which the struct points.
+            prepare: function that makes the struct, called only once for each kind. It appends the arrays to which the
+                struct points to the list that it gets; these weights keep the list alive.
         """
         if kind not in self._prepared:
             held: Held = []

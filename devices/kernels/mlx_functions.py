@@ -48,10 +48,10 @@ class Stack(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The expert of each row of an experts' input; rows are sorted by expert.
+    """The experts that input rows belong to; the rows are sorted by expert.
 
     Attributes:
-        indices_n: index of each row's expert in the stack, uint32, ascending.
+        indices_n: for each row, the index of its expert in the stack, uint32, ascending.
         counts: number of rows of each expert of the stack; None if the host does not know them, so that experts cannot
             run one by one.
         many: True if the micro-batch has at least `MANY_ROWS` (64) rows.
@@ -195,7 +195,8 @@ def _attend(q_SHqd: Array, view: KVView, window: int | None) -> Array:
 def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | str | None:
     """Return a mask (queries start .. stop-1, keys first_key .. stop-1, by position): True where a query sees a key.
 
-    The result is None for a single query, which sees all keys, and "causal" without a window, as MLX has that mask.
+    The result is None for a single query, since it sees all of these keys. For several queries without a window it is
+    "causal", MLX's name of that mask.
     """
     if stop - start == 1:
         return None  # all of them
@@ -312,7 +313,10 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
-    """Multiply rows by a matrix in blocks of inputs; `product` multiplies a block, and the sum is rounded once."""
+    """Multiply rows by a matrix in blocks, each of which is for some of the inputs.
+
+    The products with the blocks, computed by `product`, are added in float32, and the sum is rounded once.
+    """
     if len(blocks) == 1:
         return product(x_nI, blocks)
     ends = list(accumulate(block.shape[1] for block in blocks))
@@ -355,7 +359,7 @@ def _ascending(count: int) -> Array:
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows of x, each with the function that multiplies it by its expert's matrices.
+    """Yield tiles of rows of x, each with the function that multiplies the tile by a matrix of its expert.
 
     counts: number of rows of each expert; a tile has rows of one expert only.
     """

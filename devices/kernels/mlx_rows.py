@@ -170,7 +170,7 @@ class MlxCombine(MlxKernel):
 
 
 class MlxMoELayer(MlxKernel):
-    """Computes all that follows attention in a layer; only then does the host read the router's choices."""
+    """Computes all that follows attention in a layer, without waiting for the host to read the router's choices."""
 
     operation = "moe_layer"
     takes = "experts in one stack, as `mlx gathered` does"

@@ -85,7 +85,10 @@ def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequenc
 
 
 class NativeGreedy(NativeMemoryKernel):
-    """Computes the logits and the likeliest token of some rows; its next call for these rows overwrites the results."""
+    """Computes the logits and the likeliest token of some rows.
+
+    A call with the same row indices as the call before overwrites the results of that call.
+    """
 
     operation = "greedy"
 
@@ -133,7 +136,7 @@ class HeadCall:
         self._run = threads.bound(library().moesched_logits, head)
 
     def __call__(self, hidden_TD: Tensor) -> list[int]:
-        """Compute the logits; returns the likeliest token of each row, -1 where the row's logits are not finite."""
+        """Compute the logits; returns the likeliest token of each row, -1 where the largest logit is not finite."""
         if hidden_TD is not self._hidden_TD:
             self._hidden_TD, self._head.x = hidden_TD, hidden_TD.data_ptr()
         check(self._run())

@@ -28,7 +28,7 @@ class NativeProduct(NativeKernel):
 
 
 class ByColumns(NativeKernel):
-    """A base, to be named first, of kernels that multiply a few rows of bfloat16 by matrices stored transposed."""
+    """The first of two bases of kernels that multiply a few rows of bfloat16 by matrices stored transposed."""
 
     takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
 

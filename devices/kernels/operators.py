@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return a decorator that defines a torch operator with a function's name, which on the CPU runs that function.
+    """Return a decorator that defines a torch operator with a function's name; on the CPU the operator is the function.
 
     written: the names of the arguments that the operator writes to.
     """
@@ -139,8 +139,8 @@ def attend(
     """Store the keys and values of one new token of each sequence, and attend from it over each part of its sequence.
 
     Args:
-        table: three lists one after the other, int64: the number of tokens of each sequence; the index in the third
-            list of each sequence's first block; the numbers of the blocks of all sequences.
+        table: three lists one after the other, int64: the number of tokens of each sequence; for each sequence, the
+            place in the third list where its blocks begin; the numbers of the blocks of all sequences.
         block: number of tokens in a block of the KV cache.
         window: the largest number of tokens that a query sees, itself included.
         split: number of tokens in a part of a sequence.
@@ -180,7 +180,7 @@ def attend_prompts(
 
     Args:
         starts_S: the first row of each sequence in q, and at the end the number of rows.
-        tiles: number of tiles of up to `QUERIES` (64) rows of one sequence that all sequences need.
+        tiles: number of tiles of all sequences together; a tile is up to `QUERIES` (64) rows of one sequence.
         table: the lengths and the blocks of the sequences, as for `attend`.
         block: number of tokens in a block of the KV cache.
         window: the largest number of tokens that a query sees, itself included.

@@ -82,7 +82,10 @@ def project_qkv(
 
 
 def qkv_bias(weights: Mapping[str, Blocks], attention: GroupedAttention) -> Tensor | None:
-    """Return a layer's bias (X) of queries, keys and values, with zeros for those without; None if all are without."""
+    """Return the joined biases (X) of a layer's queries, keys and values.
+
+    If some of the three have no bias, theirs is zeros; if none has one, the result is None.
+    """
     widths = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     biases = {name: weights[f"{name}_bias"][0] for name in widths if name in attention.biases}
     if not biases:

@@ -229,7 +229,8 @@ class Kernel(ABC):
         made_of: names of operations whose kernels this kernel calls; if all of those are independent, so is this
             kernel.
         has_threads: True if the kernel runs on threads of its own, False if on torch's.
-        uses_memory: True if `bind` puts results into `memory`, so that other memory needs another call of `bind`.
+        uses_memory: True if the function that `bind` returns writes each time to the same memory for results, so that
+            another micro-batch needs another call of `bind`.
     """
 
     operation: str
@@ -253,7 +254,7 @@ class Kernel(ABC):
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
         """Return the function that computes a case with its weights; called only for cases that the kernel takes.
 
-        `Operation.call` has the function's arguments and results; `_OPERATIONS` says what they are.
+        `Operation.call` names the function's arguments and results; comments in `_OPERATIONS` explain them.
 
         Args:
             weights: a mapping from names to lists of row blocks, top to bottom. `Operation.weights` has names and

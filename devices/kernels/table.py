@@ -46,12 +46,12 @@ class KernelTable:
 
     @property
     def rows(self) -> list[Kernel]:
-        """All kernels, sorted by operation in the order of a step."""
+        """All kernels, sorted by operation in the order of `OPERATIONS`."""
         return [row for rows in self._rows.values() for row in rows]
 
     @property
     def used(self) -> Mapping[str, Sequence[str]]:
-        """The names of the kernels that were bound so far, by operation in the order of a step."""
+        """The names of the kernels that were bound so far, by operation, in the order of `OPERATIONS`."""
         return {name: sorted(self._used[name]) for name in OPERATIONS if name in self._used}
 
     def find(self, case: Case) -> Kernel | None:
@@ -98,7 +98,7 @@ def require_operation(row: Kernel | type[Kernel]) -> None:
 
 
 def listed(rows: Iterable[type[Kernel]]) -> list[KernelRow]:
-    """Describe classes of kernels for `moesched list kernels`, sorted by operation in the order of a step."""
+    """Describe classes of kernels for `moesched list kernels`, sorted by operation in the order of `OPERATIONS`."""
     given = list(rows)
     return [
         KernelRow(name, row.name, row.takes, row.problem())

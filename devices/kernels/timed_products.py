@@ -1,4 +1,4 @@
-"""Products with matrices that calibration times; they are computed as the torch device does on the CPU."""
+"""The products with matrices whose time calibration measures, computed as the torch device does on the CPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PRODUCT = Shape(2048, 1024)
 class TimedProducts:
     """Multiplies as the torch device does on the CPU: few rows by the native kernels, more rows by torch.
 
-    Each method takes matrices of one shape, which successive products use in turn, so that the cache does not hold
-    them. The method returns a function that takes a number of rows, and returns a call: a function without arguments
-    that computes one product with these rows.
+    Each method `of_...` takes matrices of one shape, and returns a function that takes a number of rows. The result of
+    this function is a function without arguments, which computes one product of the rows with one of the matrices. The
+    matrices take turns, so that the cache does not hold them.
 
     Args:
         threads: number of threads.

@@ -187,7 +187,10 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> RouterOutput:
-    """Normalise hidden states, and route each token to the only expert with weight 1, or to none if there is none."""
+    """Normalise hidden states, and give each token the layer's only expert, with weight 1, or none if it has none.
+
+    experts: number of experts of the layer: 0 or 1.
+    """
     x_TD = norm(hidden_TD)
     ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
     return RouterOutput(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
@@ -289,7 +292,10 @@ class TorchGreedy(TorchKernel):
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why the CPU is refused, on which `sample` finds the likeliest token; empty for GPUs."""
+        """Return the reason why the CPU is refused; empty for GPUs.
+
+        Where the logits are on the host, sampling finds the likeliest token without a kernel.
+        """
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:

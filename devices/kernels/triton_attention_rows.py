@@ -69,7 +69,7 @@ class TritonAttention(TritonKernel):
         return self._decode_step(case, memory) if case.decodes else self._prompts(case, weights, memory)
 
     def _prompts(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that `bind` returns, for any number of new tokens in each sequence."""
+        """Return the function that attends in a prefill step, from any number of new tokens of each sequence."""
         attention = case.attention
         window = attention.window or operators.UNLIMITED
         attended_TX = self._result(memory, "attended", case.rows, attention.attended_width)
@@ -90,7 +90,7 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _decode_step(self, case: Case, memory: Workspace) -> Bound:
-        """Return the function that `bind` returns, for one new token in each sequence."""
+        """Return the function that attends in a decode step, from one new token of each sequence."""
         attention = case.attention
         heads, head_dim = attention.heads, attention.head_dim
         window = attention.window or operators.UNLIMITED

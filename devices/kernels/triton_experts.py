@@ -111,7 +111,9 @@ def sort_rows(
     READ: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Find the rows of PAIRS pairs of token and expert after a sort by expert; the first program stores `starts_E`.
+    """Find the row of each of PAIRS pairs of token and expert: the pair's place once all pairs are sorted by expert.
+
+    The row of each pair and the pair of each row are stored; the first program also stores `starts_E`.
 
     A pair's row is the number of pairs of lower experts, plus the number of earlier pairs of the pair's own expert.
     Pairs of earlier programs are counted by a histogram, pairs of this program are compared one by one.

@@ -343,7 +343,7 @@ def _top_k(case: Case) -> int:
 
 
 def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
-    """Return a step's arrays of integers; zeros are appended to the first, so that its length is a power of two.
+    """Return a step's arrays of integers, with zeros appended to `table` so that its length is a power of two.
 
     So the integers keep their places in a GPU tensor while sequences grow, and a graph that reads them can be replayed.
     """

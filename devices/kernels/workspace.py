@@ -28,7 +28,10 @@ class Scratch:
     def tensor(
         self, name: str, *shape: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Return a tensor of this shape in the memory of this name, which grows as needed; contents are undefined."""
+        """Return a tensor of this shape in the memory that is kept under a name; its contents are undefined.
+
+        Memory that is too small is replaced. All calls with one name must have the same dtype and device.
+        """
         size = math.prod(shape)
         found = self._tensors.get(name)
         if found is None or len(found) < size:
@@ -48,7 +51,7 @@ class Workspace:
         rows: number of tokens in the step.
         kept: True if a micro-batch keeps this memory and the kernels bound to it for later steps.
         scratch: memory for intermediate results.
-        bound: function that returns the bound kernel kept under a key, or None if there is none.
+        bound: function that takes a key, and returns the bound kernel that is kept under this key, or None.
         decodes: True in a decode step.
         step: the record that a device keeps of the step's calls, such as a graph of them; None without one.
     """

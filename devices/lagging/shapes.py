@@ -69,7 +69,7 @@ class Shapes:
 
         Args:
             func: the function, such as `torch.add`.
-            args, kwargs: the arguments, with `values_now` in place of each GPU tensor.
+            args, kwargs: the arguments; in place of each GPU tensor, its CPU tensor `values_now`.
             key: calls of a function with equal keys have results of equal shapes; not hashable if shapes may depend on
                 values.
             operands: the GPU tensors among the arguments.

@@ -34,7 +34,7 @@ class Item(NamedTuple):
     Attributes:
         work: the work as a function; None for an event.
         event: the event; None for work.
-        version: number of the event's recording that the item makes or waits for, counted from 1.
+        version: number, counted from 1, of the recording of the event: the one that the item is, or waits for.
         waits: whether the item waits for the event instead of recording it.
     """
 
@@ -334,7 +334,7 @@ class Gpu:
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run all ready work of some streams; each stream is chosen with the probability `eagerness`."""
+        """Run all ready work of some streams, and let the others lag; each runs with its probability `eagerness`."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -224,7 +224,7 @@ class Operations:
         tensors: Sequence[torch.Tensor],
         number: int,
     ) -> None:
-        """Queue a call of an operator of `kernels/operators.py`, which writes its results to arguments.
+        """Queue a call of an operator of `kernels/operators.py`; the operator writes its results to some arguments.
 
         Args:
             tensors: the tensors among the arguments.
@@ -444,7 +444,7 @@ def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor
 def _destination(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, dict[str, Any]]:
-    """Split the arguments of `Tensor.to` into the device, the dtype and all others; None stands for one not given."""
+    """Split the arguments of `Tensor.to` into the device, the dtype (None if not given) and all others by name."""
     rest = dict(kwargs)
     device, dtype = rest.pop("device", None), rest.pop("dtype", None)
     for each in args:

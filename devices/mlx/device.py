@@ -50,8 +50,8 @@ class MlxDevice:
     Arrays are computed with Metal on Apple silicon, and on the CPU on Linux.
 
     Files are read straight into the memory of MLX arrays. One thread builds and evaluates all arrays, for all lanes. A
-    task with few tokens and resident weights ends before its results are evaluated: this happens together with the next
-    value that the host needs. This device has no beam search, and does not report activations to observers.
+    task with few tokens and resident weights ends before its results are evaluated; they are evaluated together with
+    the next value that the host needs. This device has no beam search, and does not report activations to observers.
 
     Args:
         keep_logits: whether to append the requests and the logits (sequences, vocabulary) of each step of a micro-batch
@@ -136,7 +136,7 @@ class MlxDevice:
         return 0 if self._evaluations is None else self._evaluations.count
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page (a part of a layer's weights) takes in a slot, memory for one page."""
+        """Return the bytes that a page (a part of a layer's weights) takes in a slot (memory for one page)."""
         return self._weights.slot_bytes(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:

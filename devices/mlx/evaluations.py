@@ -30,8 +30,8 @@ class Evaluations:
     """Evaluates the lazy arrays of one batch, on the device's thread: MLX's implementation of the runner's `Library`.
 
     The results of a deferred task are evaluated when the host needs a value of the same micro-batch. A task whose
-    weights are in streamed slots is never deferred, since other pages are read into these slots as soon as the task has
-    ended.
+    weights are in streamed slots is never deferred, since other pages may be read into these slots as soon as the task
+    has ended.
 
     Args:
         evaluate: "needed" to defer tasks where possible, "task" to defer none.

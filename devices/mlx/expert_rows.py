@@ -85,12 +85,12 @@ class ExpertRows:
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """Return the outputs of all rows, and the row of each token's outputs.
+        """Return the outputs of all rows, and the rows and weights by which each token's outputs are summed.
 
         Returns:
-            three arrays. The output rows of all experts (rows, hidden size), with zeros for experts that did not run;
-            for each token, the index of the row of each of its k experts (tokens, k), or None if there is a single
-            token, whose rows are in the order of its experts; and the weights of each token's experts (tokens, k).
+            the outputs (rows, hidden size), sorted by expert, with zeros for experts that did not run; the index of the
+                row of each token's k experts (tokens, k), or None for a single token, whose rows are in the order of
+                its experts; the router's weights of these experts (tokens, k).
         """
         parts: list[Array] = []
         for expert, count in enumerate(self.counts):

@@ -27,10 +27,11 @@ class KVStep(NamedTuple):
         requests: the requests' numbers; the tuples below have an entry for each request, in this order.
         past: number of tokens that the request had before the step.
         new: number of tokens that the step adds.
-        before: position in the request of the token that is in the request's first slot before the step.
-        starts: the same after the step.
-        in_place: True if the cache, once it has the new tokens, still has all tokens that they attend to; False if
-            storing the new tokens overwrites some of these.
+        before: position, in the request, of the first token that the cache has before the step; it is in the request's
+            first slot.
+        starts: position of the first token that the cache has after the step.
+        in_place: True if attention can read the cache after the new tokens are stored; False if storing them overwrites
+            tokens that other new tokens attend to.
         positions: position in its request of each new token, int64.
         slots_T: slots of the new tokens in the cache; a slice if they are consecutive.
         last: index of each request's last token among all T new tokens.
@@ -79,8 +80,8 @@ class RequestsKV:
     def open(self, request: int, tokens: int) -> None:
         """Begin a request of up to `tokens` tokens.
 
-        Other requests may be moved to other slots to make room. So no request may be within a step: between `extend`
-        and the storing of the keys and values of the last layer.
+        Other requests may be moved to other slots to make room. So no request may be in a step, which begins with
+        `extend`, and ends when the keys and values of the last layer are stored.
 
         Raises:
             OutOfSlots: there are not enough free slots; nothing has changed.
@@ -245,7 +246,7 @@ class CachedLayer(NamedTuple):
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:
-    """Convert consecutive slots to a slice, which needs fewer kernels to write to; convert other slots to an array."""
+    """Convert consecutive slots to a slice, since a write to a slice takes fewer kernels, and others to an array."""
     if np.all(np.diff(slots) == 1):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return mx.array(slots)

@@ -51,8 +51,8 @@ def require_unified(machine: Machine) -> None:
     """Check that a batch planned for a machine can run on MLX here.
 
     Raises:
-        BadInput: the machine's accelerator has a memory of its own, or it is a shipped profile and there is no Metal
-            here.
+        BadInput: the machine's accelerator has a memory of its own, or the machine is a shipped profile and there is no
+            Metal here.
     """
     if not machine.unified:
         raise BadInput(

@@ -1,7 +1,7 @@
 """The computations on MLX around exchanges between nodes: sums over a node's experts, and rows routed by another node.
 
-Exchanges take and return numpy arrays, on any thread. The tasks before and after them convert these from and to MLX
-arrays, on the device's thread.
+Exchanges take and return numpy arrays, on any thread. The task before an exchange converts MLX arrays to numpy arrays,
+and the task after it converts them back, both on the device's thread.
 """
 
 from __future__ import annotations

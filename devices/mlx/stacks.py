@@ -53,7 +53,7 @@ class Stacked(Protocol):
         """
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return weights in the form that kernels take, which contain a page's expert, and the expert's index there."""
+        """Return weights of one or more experts, as kernels take them, and the index of a page's expert among them."""
 
 
 class _Block(NamedTuple):
@@ -73,8 +73,8 @@ class _Block(NamedTuple):
 class StackedLayer:
     """A stack of all experts of one layer, for MLX's `gather_mm`.
 
-    There is an array (experts, rows, columns) for each row block of an expert's matrices, with this block of every
-    expert.
+    An expert's matrices are cut into row blocks, in the same way for all experts. For each of these row blocks there is
+    one array (experts, rows, columns), which has the row block of every expert.
     """
 
     def __init__(self, layout: WeightLayout, layer: int) -> None:

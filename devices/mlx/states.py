@@ -32,8 +32,8 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchSt
 def serving_states(plan: Plan) -> list[MicroBatchState]:
     """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
-    Each state has KV caches of its own: opening a request may move other requests of the same cache, and requests of
-    another micro-batch might just be within a step.
+    Each state has KV caches of its own. Opening a request may move other requests of the same cache, which is forbidden
+    while these are in a step, and the requests of another micro-batch may be in one.
     """
     states: list[MicroBatchState] = []
     for requests in plan.batch.micro_batches:

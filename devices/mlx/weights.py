@@ -1,9 +1,9 @@
 """The weights of a model on MLX: pages that are read into slots on demand, resident pages, and stacks of experts.
 
-Files are read straight into slots and resident pages. The pages of a stack are first read into the memory of one more
-page, which is freed when all stacks are loaded. If all experts of a layer are in one stack, one kernel multiplies by
-all of them, and the host need not know the router's choices; otherwise the experts run one after the other. A resident
-router is kept both in its stored dtype and in float32, the dtype that it is used in.
+Files are read straight into slots and resident pages. The pages of a stack are first read, one after the other, into a
+buffer for one page, which is freed when all stacks are loaded. If all experts of a layer are in one stack, one kernel
+multiplies by all of them, and the host need not know the router's choices; otherwise the experts run one after the
+other. A resident router is kept both in its stored dtype and in float32, the dtype that it is used in.
 """
 
 from __future__ import annotations

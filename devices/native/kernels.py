@@ -121,7 +121,7 @@ class NativeKernels:
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """Return a function without arguments that makes the same call, and returns the status that `check` takes."""
+        """Return a function without arguments that calls `function` as `call` does; returns the status for `check`."""
         return bound_call(function, self._team, arguments)
 
 
@@ -147,8 +147,8 @@ def _format(block: Block) -> str:
 def numbers(count: int) -> array[int]:
     """Make an array of `count` 64-bit zeros, whose address stays the same as long as no item is added.
 
-    An array of ctypes would be slower: weights push the code of ctypes out of the processor's caches, so it would be
-    read from memory again in each layer.
+    An array of ctypes would be slower: the code of ctypes would be read from memory again in each layer, since weights
+    push this code out of the processor's caches.
     """
     return array("q", bytes(8 * count))
 

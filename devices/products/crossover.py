@@ -79,9 +79,9 @@ def _power_of_two(number: int, most: int) -> int:
 
 @cache
 def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """Return the largest number of rows for which the native kernel is faster than torch; measured once, then cached.
+    """Return the number of rows up to which the native kernel is preferred to torch; measured once, then cached.
 
-    The result is 0 if the kernel is never faster, and ANY_ROWS if it is faster at the largest number that is measured.
+    The result is 0 if the kernel saves no time, and ANY_ROWS if it is preferred up to the largest number in ROWS.
 
     Args:
         instruction_set: the instruction set of the kernel.
@@ -106,7 +106,7 @@ def forget() -> None:
 
 
 def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """Measure up to which number in ROWS native kernels save the most time, the limit for `most_rows`; 0 for none.
+    """Measure the limit for `most_rows`: the number in ROWS up to which native kernels save the most time; 0 for none.
 
     Kernel and torch take turns on one core. The thread's processor time is measured, and the fastest turn of each
     counts. Other processes hardly disturb such a measurement, while threads on several cores would wait for each other.
@@ -136,8 +136,8 @@ def _tie(packed: bool) -> float:
 def most_saved(ratios: Mapping[int, float], tie: float = 1) -> int:
     """Return the number of rows up to which use of the kernel saves the most time; 0 if the kernel saves none.
 
-    The savings of all smaller numbers of rows are added up, so that a single ratio that another process spoiled does
-    not decide.
+    The savings of a number of rows and of all smaller ones are added up, and the number with the largest sum is
+    returned. So a single ratio that another process spoiled does not decide.
 
     Args:
         ratios: the kernel's time divided by torch's, by number of rows, ascending.

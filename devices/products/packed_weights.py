@@ -96,7 +96,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
     """Yield functions that multiply by random matrices (outputs, inputs) in plain, transposed and packed layout.
 
-    The transposed layout is included only if `transposed` is True, the packed one only if `packing_pays` is.
+    The transposed layout is included only if `transposed` is True, and the packed one only if `packing_pays` returns
+    True.
     """
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)
@@ -125,7 +126,7 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 def pack(weight_ND: torch.Tensor) -> torch.Tensor:
     """Copy a matrix to oneDNN's own layout; `linear` takes the copy like a plain matrix.
 
-    weight_ND: bfloat16, on the CPU. Call this only where `packing_pays` is true.
+    weight_ND: bfloat16, on the CPU. Call this only where `packing_pays` returns True.
     """
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())
     move_to_huge_pages(torch.ops.mkldnn.data_ptr(packed), packed_bytes(packed))

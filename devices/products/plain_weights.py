@@ -38,7 +38,7 @@ def _in_float32(
 ) -> torch.Tensor:
     """Compute x @ W.T in float32, piece by piece, rounded once; on one core, as bits may depend on the number of cores.
 
-    multiply: function (y, x, W) that writes x @ W.T to y, which holds zeros before; x and y are float32.
+    multiply: function (y, x, W) that writes x @ W.T to y, or adds it, as y holds zeros at first; x and y are float32.
     """
     y_TN = torch.zeros(len(x_TD), len(weight_ND))
     with one_core():

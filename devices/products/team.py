@@ -24,7 +24,7 @@ def use_cores(count: int) -> None:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Make torch use one core while the context lasts, for operations whose bits may depend on that number."""
+    """Make torch use one core while the context lasts, for operations whose bits may depend on the number of cores."""
     before = torch.get_num_threads()
     if before == 1:
         yield
