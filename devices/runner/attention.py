@@ -18,7 +18,7 @@ WeightsOf = Callable[[View[Any]], KernelWeights[Any]]
 
 
 def identity(hidden_TD: Any) -> Any:
-    """Return the hidden states themselves as the residual; only ranks after the first have zeros instead."""
+    """Return the hidden states unchanged, as the residual; ranks after the first use a function that returns zeros."""
     return hidden_TD
 
 
@@ -68,7 +68,7 @@ class Attention:
         state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 
     def pre_attention(self, task: Task) -> None:
-        """Normalise a micro-batch's hidden states, and project them to the queries, keys and values of its state."""
+        """Normalise and project a micro-batch's hidden states; its state keeps the queries, keys and values."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("attention_inputs", weights, state.results)
         state.qkv = project(state.hidden_TD, state.angles)

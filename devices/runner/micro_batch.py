@@ -33,8 +33,8 @@ class MicroBatchState:
             prompt are wanted and the prompt goes on; otherwise None. Empty if no request wants log probabilities.
         memory: memory for results of the step's kernels; None if the step has many tokens.
         ends_alone: True if logits that are not finite end only their own request; False if they end the run.
-        most_memories: largest number of memories for results that are kept, each for steps with another number of
-            tokens; a further one replaces the oldest.
+        most_memories: largest number of memories for results that are kept: one for each number of tokens in a step.
+            To keep one more, the oldest is dropped.
         decodes: True if each sequence has one new token in the step, after its prompt.
         caches: the KV caches of the requests, each for some of the layers. A cache has `layers`, the numbers of its
             layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns one layer of the
@@ -122,7 +122,7 @@ class MicroBatchState:
 
     @property
     def step(self) -> Any:
-        """The step in the first KV cache: has each sequence's number of tokens before it (`past`) and in it (`new`)."""
+        """The step in the first KV cache; its `past` and `new` count each sequence's tokens before and in the step."""
         return self.steps[0]
 
     @property
@@ -136,7 +136,10 @@ class MicroBatchState:
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:
-        """Return a layer of its KV cache, in the form that kernels take, and the step with the new tokens' places."""
+        """Return one layer of the KV cache that has this layer, and the step with the new tokens' places in that cache.
+
+        The layer is in the form that attention kernels take.
+        """
         cached, number = self._cached[layer]
         return cached, self.steps[number]
 

@@ -29,7 +29,7 @@ class Beams(Protocol):
     """The interface of the beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
-        """Extend the beams of some requests of a micro-batch by a token; returns the state of each one's search.
+        """Extend the beams of some requests of a micro-batch by a token; returns the state of each request's search.
 
         Args:
             state: the state of the micro-batch.
@@ -60,8 +60,8 @@ class NextTokens:
         head: the weights of last norm and LM head.
         states: the micro-batches, by number.
         choice: the settings by which tokens are chosen without beam search.
-        first_bad: function that names the first tensor with a number that is not finite in a micro-batch's step; it
-            returns None if all tensors are finite.
+        first_bad: function that names the first tensor of a micro-batch's step that is not finite; it returns None if
+            all tensors are finite.
         beams: the beam searches; None without beam search.
     """
 
@@ -178,7 +178,8 @@ class NextTokens:
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Choose the next tokens, and return what `draw` returns.
 
-        A kernel finds the tokens if all requests want the likeliest and there is such a kernel; otherwise `draw` runs.
+        If every request wants only its likeliest token, and the device has a kernel that finds these tokens, the kernel
+        runs. Otherwise `draw` runs.
         """
         state = self._states[task.micro_batch]
         tokens = self.likeliest(state) if self._is_greedy(state) else None
@@ -209,7 +210,7 @@ class NextTokens:
     def _last_rows(self, state: MicroBatchState) -> tuple[Workspace, Sequence[int]]:
         """Return memory for the logits, and the indices of the rows of hidden states to sample from.
 
-        If the step samples from all of its rows, this is the step's memory for results, otherwise new memory.
+        The memory is the step's memory for results if the step samples from all of its rows, otherwise new memory.
         """
         memory, sampled = state.memory, state.sampled
         if memory is not None and memory.rows == sampled:

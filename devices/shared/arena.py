@@ -94,9 +94,9 @@ def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tenso
 def aligned_bytes(nbytes: int) -> torch.Tensor:
     """Allocate a zeroed uint8 tensor of `nbytes` bytes, its address a multiple of 4096, in huge pages if there are any.
 
-    A direct read pins each page of memory that it fills, and passes that page to the disk. Direct reads into huge pages
-    were measured at 3.9 GB/s with 2 % of a core, into small pages at 3.0 GB/s with 10 %. Shared memory gets no huge
-    pages.
+    For a direct read, the system pins each memory page to be filled and passes its address to the disk, so fewer and
+    larger pages are faster. Direct reads into huge pages were measured at 3.9 GB/s with 2 % of a core, into small pages
+    at 3.0 GB/s with 10 %. Shared memory gets no huge pages.
     """
     tensor = torch.frombuffer(new_memory(nbytes), dtype=torch.uint8)[:nbytes]
     # Writing to each page takes the memory now: the first touch during a read would be measured as the read.

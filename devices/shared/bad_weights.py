@@ -16,8 +16,8 @@ from .page_reader import PageReader
 def describe_first_bad_weight(reader: PageReader, layout: WeightLayout) -> str:
     """Find a checkpoint's first tensor with an infinity or NaN; returns its description for an error's text.
 
-    If all weights are finite, the description says that an activation is not. The search needs memory for one page, or
-    for one tensor outside the layers.
+    If all weights are finite, the description says so, and names an activation as the cause. The search needs memory
+    for one page, or for one tensor outside the layers.
     """
     return first_bad(_weights(reader, layout)) or "none of the weights, so an activation"
 

@@ -165,11 +165,11 @@ def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
 
 
 def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 6-bit factors of a block's eight groups from 12 bytes: those of scales, those of minimums; (N, B, 8) each.
+    """Unpack the 6-bit factors of a block's eight groups from 12 bytes: of scales, and of minimums; (N, B, 8) each.
 
-    Groups 0 to 3: the factors are the lower six bits of a byte, for scales of bytes 0 to 3, for minimums of bytes 4 to
-    7. Groups 4 to 7: the lower four bits of the factors are half of a byte from 8 to 11, for scales the lower half, for
-    minimums the upper half; the upper two bits are those of bytes 0 to 3 for scales, of bytes 4 to 7 for minimums.
+    Bytes 0 to 3 are for scales, bytes 4 to 7 for minimums. Their lower six bits are the factors of groups 0 to 3, their
+    upper two bits are the upper two bits of the factors of groups 4 to 7. The lower four bits of the factors of groups
+    4 to 7 are in bytes 8 to 11: those of scales in the lower half of each byte, those of minimums in the upper half.
     """
     scales, minimums, lower = raw_NBb.split(4, dim=-1)
     others = (lower & 15 | scales >> 6 << 4, lower >> 4 | minimums >> 6 << 4)

@@ -56,7 +56,7 @@ class NodeKernels(Protocol):
         """Add the residual to `total_TD`, the sum over all nodes, and round once; the result is the hidden states."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns each chosen expert's number of rows, and its result as an array for other nodes."""
+        """Run the router; returns each chosen expert's number of rows, and the router's result for the other nodes."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """Take over the router's result that the first node sent; returns each chosen expert's number of rows."""
@@ -65,7 +65,8 @@ class NodeKernels(Protocol):
 class NodeVerbs:
     """Runs the verbs (kinds of tasks) that exist only where several nodes (machines) share a model's experts.
 
-    Arrays to exchange, and results of exchanges, are kept for each micro-batch under the name rows, sum or tokens.
+    Arrays to exchange, and results of exchanges, are kept by micro-batch and kind of data until a task takes them. The
+    kinds are SUM, ROWS (the router's results) and TOKENS.
 
     Args:
         kernels: the device's computations.

@@ -26,13 +26,20 @@ class Placement(NamedTuple):
 
 
 class FileRead(NamedTuple):
-    """A read of consecutive blocks of a file into a slot; the blocks contain neighbouring parts of a page."""
+    """A read of consecutive blocks of a file into a slot; the blocks contain one or several parts of a page.
+
+    Attributes:
+        offset: byte of the file at which the blocks begin.
+        nbytes: number of bytes of the blocks.
+        needed: number of bytes from `offset` to the end of the page's last part in the blocks.
+        at: byte of the slot at which the blocks are stored.
+    """
 
     file: Blocks
     offset: int
     nbytes: int
-    needed: int  # bytes up to the end of the last extent
-    at: int  # bytes from the start of the slot
+    needed: int
+    at: int
 
 
 class PageLocation(NamedTuple):
@@ -103,7 +110,7 @@ def locate(
 
 
 def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return start and end, as offsets in the file, of a range of rows: whole, even if only some columns are needed.
+    """Return start and end, as offsets in the file, of a range of rows, with all columns even if only some are needed.
 
     rows: first row, and the row after the last.
     """

@@ -51,7 +51,7 @@ class PageReader:
         join: function that joins MXFP4 codes and scales that are apart in the files.
 
     Attributes:
-        dtype: the layout's dtype, which plain tensors have after a read, except those that keep another one.
+        dtype: the layout's dtype, which tensors have after a read unless the model keeps them in a format of their own.
         slot_bytes: bytes that the largest page takes in a slot.
         converts: True if some pages must be converted, as the files do not hold them in the form that kernels read.
         buffer_bytes: bytes of each reading thread's buffer for conversions.
@@ -136,10 +136,10 @@ class PageReader:
                     yield part.memory[start - part.at : end - part.at], target + start - source
 
     def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
-        """Return a page's tensors as views of a slot's bytes, by canonical name, each as row blocks, top to bottom.
+        """Return a page's tensors by canonical name, each as a list of row blocks from top to bottom.
 
-        A block is a tensor, or `CodedRows` in a quantised format. A matrix that the files hold transposed has column
-        blocks instead, (outputs, some of the inputs), left to right.
+        A block is a view of the slot's bytes: a tensor, or `CodedRows` in a quantised format. A matrix that the files
+        hold transposed has column blocks from left to right instead: each block has all outputs and some inputs.
 
         Args:
             slot: uint8, on any device, with the bytes as `read` leaves them.
@@ -311,7 +311,7 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """Return the bytes, in whole rows, to read at once from a tensor of which only some columns are wanted."""
+    """Return the number of bytes to read at once, in whole rows, if only some columns of a tensor are wanted."""
     return CHUNK_BYTES // stored.row_bytes * stored.row_bytes
 
 

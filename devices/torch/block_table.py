@@ -37,8 +37,9 @@ class Growth(NamedTuple):
         new: number of new tokens.
         seen: the blocks with the tokens that the new tokens attend to. If `kept` is None, the new tokens are stored in
             these blocks, too.
-        kept: the blocks that hold the sequence after the step, if storing the new tokens may overwrite tokens in
-            `seen`; None if it cannot, that is, without a window or if each sequence has at most one new token.
+        kept: the blocks that hold the sequence after the step. None if these are the blocks `seen`: without a window,
+            or if no sequence of the step has more than one new token. Otherwise storing the new tokens may overwrite
+            tokens in `seen`.
     """
 
     past: int

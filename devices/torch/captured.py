@@ -55,7 +55,7 @@ class Graphs:
 
     @property
     def used(self) -> Mapping[str, Sequence[str]]:
-        """The ways in which calls were repeated, for reports: {"replay": ways}; empty if no call was captured.
+        """The ways in which calls were repeated, such as "CUDA graphs": {"replay": ways}; empty if none was captured.
 
         After a failed capture, a sentence with the reason is in place of the ways.
         """

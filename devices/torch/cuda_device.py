@@ -95,7 +95,8 @@ class CudaDevice(TorchDevice):
             first: not used by this device.
 
         Raises:
-            BadInput: there are fewer GPUs than ranks, or the model has parts that only a device alone computes.
+            BadInput: there are fewer GPUs than ranks; or the model was cut over ranks, and has a part that works only
+                on a device alone, such as a shared expert.
         """
         ranks = self.layout.config.ranks
         self._compute.accelerator = torch.device("cuda", gpu_of(rank, ranks, torch.cuda.device_count()))
@@ -109,7 +110,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """Return the dtype to compute in: the model's own; for bfloat16 on a GPU that has none, float16.
+        """Return the dtype to compute in: the model's own, but float16 for bfloat16 if the GPU is too old for bfloat16.
 
         own: name of the model's dtype.
 

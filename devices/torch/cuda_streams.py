@@ -1,8 +1,8 @@
 """Tasks on CUDA streams: each lane has a stream, and an event lets a task wait for a task of another lane.
 
 Tensors need no `record_stream`. Torch reuses the memory of a dropped tensor on the stream that allocated it, and a task
-of that same stream drops the tensor: either the last task that uses it, or the task that overwrites its block of data,
-after waiting for all users.
+of that same stream drops the tensor: either the last task that uses the tensor, or the task that replaces the tensor by
+a new one, after waiting for all users of the old one.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class CudaStreams:
     def run(self, task: Task) -> Any:
         """Run a task of a lane that has no stream, and wait for the task's end; returns its value.
 
-        The task runs on the stream of the accelerator's lane. So memory that it allocates belongs to that stream, as do
-        the tasks that free the memory.
+        The task runs on the stream of the accelerator's lane. So it allocates memory on the same stream on which other
+        tasks free that memory later.
         """
         return self.complete(partial(self._execute, task))
 

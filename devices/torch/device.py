@@ -71,12 +71,13 @@ class TorchDevice(ChoosesDtype):
     where oneDNN computes faster with weights in its own order, they are packed that way.
 
     Args:
-        accelerator: torch's name of the accelerator, such as "cuda". With "cpu", both memories of a plan for a machine
-            with two memories are in the host's memory.
+        accelerator: torch's name of the accelerator, such as "cuda". With "cpu", a plan for a machine with two memories
+            keeps the contents of both in the host's memory.
         keep_logits: whether to append the sequences and the logits (sequences, vocabulary) of each step of a
             micro-batch to `logits`.
-        direct: whether to bypass the page cache when reading files, where the system allows that. If False, kernels on
-            the CPU read streamed pages in the page cache itself if the files allow that, and otherwise a copy.
+        direct: whether to bypass the page cache when reading files, where the system allows that. If False, files are
+            mapped where possible, so that kernels on the CPU read streamed pages in the page cache itself; elsewhere
+            pages are copied from the page cache to slots.
         kernel: the kernels on the CPU that multiply few rows by bfloat16 weights: "auto" for the native ones with the
             best instruction set of this machine, the name of another instruction set, or "torch".
         map_files: whether a GPU copies streamed weights directly from the page cache where that is possible.
@@ -214,7 +215,8 @@ class TorchDevice(ChoosesDtype):
             first: not used by this device.
 
         Raises:
-            BadInput: the model was cut over ranks, and has parts that a rank does not compute.
+            BadInput: the model was cut over ranks, and has a part that works only on a device alone, such as a shared
+                expert.
         """
         if self.layout.config.ranks > 1:
             require_plain_layers(self.layout.config, "one of several ranks")
@@ -226,7 +228,10 @@ class TorchDevice(ChoosesDtype):
         self._observers.routing = observer
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Report the experts' activations after SiLU to an observer; for most kernels, these are computed once more."""
+        """Report the experts' activations after SiLU to an observer.
+
+        Most kernels do not return the activations; they are then computed a second time.
+        """
         self._observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:

@@ -46,8 +46,8 @@ def tiles_of(rows: range, wanted: range) -> Iterator[tuple[slice, slice | None]]
         wanted: the part of `rows` whose outputs are needed.
 
     Returns:
-        pairs of two slices: the tile among the rows of all experts, and within the tile its wanted rows, which is None
-        if all rows of the tile are wanted.
+        pairs: the tile, as a slice of the rows of all experts; and the wanted rows, as a slice of the tile, or None if
+        all rows of the tile are wanted.
     """
     for start in rows[::EXPERT_TILE]:
         stop = min(start + EXPERT_TILE, rows.stop)

@@ -46,8 +46,8 @@ class ExpertRows:
         network: the layer's description. If it has a shared expert, the shared expert's outputs follow all others.
 
     Attributes:
-        order: has `tokens_n`, the index of each row's token, and `rows_Tk`, the index of the row of each of a token's
-            experts.
+        order: has `tokens_n`, for each row the index of its token; and `rows_Tk`, for each token the indices of its k
+            rows, one for each of its experts.
         x_nD, y_nD: the input and output rows of the experts that the router chose.
         shared: the rows of the shared expert; None if there is none.
         on_host: the rows in the host's memory; None if none were copied there.
@@ -68,7 +68,7 @@ class ExpertRows:
         self._rows: dict[int, range] = {}
 
     def outputs(self, *, shared: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs of all rows, and the row of each token's outputs.
+        """Return the output rows of all experts, and for each token the indices of its rows and its experts' weights.
 
         A shared expert counts as one more expert of every token, the last one.
 

@@ -1,9 +1,10 @@
 """Fixed decode steps: one CUDA graph launches a whole step ahead of its tasks, which find their results ready.
 
-The first task of a step launches all calls of the previous step, in the expectation that the tasks repeat them. Each
-task compares its call with the call that was launched for it. If the calls differ, the step's calls before this one are
-launched once more, one by one, and the step goes on task by task. That restores the results that the task needs: the
-calls read only numbers and a KV cache that no later call of the step changes.
+If the first task of a step makes the same call as in the previous step, all calls of the previous step are launched
+anew, in the expectation that this step makes the same calls. Each further task compares its call with the one that was
+launched for it. If they differ, the calls of the tasks before it are launched a second time, one by one, and the rest
+of the step runs task by task. The second launch restores results that later calls may have overwritten. It computes the
+same, since these calls read only each other's results, numbers, and a KV cache that no later call of the step changes.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class FixedStep:
         """Number of the calls launched ahead that tasks have asked for by now."""
 
     def call(self, operation: str, run: Bound, alone: Captured, arguments: tuple[Any, ...]) -> Any:
-        """Make the next call of this step, described as for `Call`; returns the call's result.
+        """Make the next call of this step; returns the call's result. The arguments are those of `Call`.
 
         If the step was launched ahead, the result is there already.
         """
@@ -97,7 +98,7 @@ class FixedStep:
         return call.replay()
 
     def _begin(self, alone: Captured, arguments: tuple[Any, ...]) -> None:
-        """Begin a step with its first call, described as for `Call`.
+        """Begin a step with its first call; the arguments are those of `Call`.
 
         If the previous step was complete and began with an equal call, all its calls are launched ahead in one graph.
         """

@@ -32,8 +32,8 @@ def read_global_weights(
 ) -> GlobalWeights:
     """Read the weights outside the layers from the files to the accelerator.
 
-    Attention kernels read no pages, so they get the attention sinks of all layers here. If the embedding is also the
-    LM head, the head has only this rank's rows of the embedding.
+    This also gives the attention kernels in `compute` the attention sinks of all layers, since these kernels read no
+    pages. If the embedding is also the LM head, the head has only this rank's rows of the embedding.
 
     rank: number of this rank, from 0.
     """

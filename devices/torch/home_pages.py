@@ -68,7 +68,10 @@ class HomePages:
         return self.chosen is None or self.chosen.way != "ordinary memory"
 
     def get(self, page: Page) -> HeldPage | None:
-        """Return a page in the host's memory, which has to be read right after this call; None if it is not held.
+        """Return a page in the host's memory; None if the page is not held.
+
+        If the page is in mapped files, this checks that no other process writes to them; the page has to be read right
+        afterwards.
 
         Raises:
             MoeschedError: another process writes to the page's file.
@@ -134,8 +137,8 @@ def _unfit(way: str, plan: Plan) -> str:
 def _at_home(plan: Plan) -> Sequence[Page]:
     """List the pages that a plan keeps in the host's memory.
 
-    A plan may name these pages itself. Otherwise, if weights are streamed from the host, they are all pages that are
-    not resident on the accelerator; if not, they are the pages that are resident on the host.
+    A plan may name these pages itself. Otherwise the list has all pages that are not resident on the accelerator if
+    weights are streamed from the host, and only the pages that are resident on the host if not.
     """
     fast, host = plan.memory("accelerator"), plan.memory("host")
     if plan.weights.home is not None:

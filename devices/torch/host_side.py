@@ -79,8 +79,8 @@ class HostSide:
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
         """Return a page in the host's memory; None if the page is not there.
 
-        source: the slot of a pool on the host that has the page. If this is None, or a slot that has the same page for
-            the whole run, the page comes from the plan's home of weights.
+        source: the slot on the host to take the page from. If it is None, or a slot that keeps one page for the whole
+            run, the page is taken from the plan's home of weights instead.
         """
         if source is None or source.fixed:
             return self._store.home.get(page)

@@ -25,13 +25,14 @@ class Run(NamedTuple):
         length: number of tokens of each sequence in the cache.
         sequences: number of sequences.
         first_slot: slot of the first sequence's first token.
+        distance: number of slots from the first token of a sequence to that of the next; 0 for a single sequence.
     """
 
     queries: int
     length: int
     sequences: int
     first_slot: int
-    distance: int  # slots from one sequence to the next
+    distance: int
 
 
 class Gather(NamedTuple):
@@ -116,7 +117,8 @@ class KVStep:
     def numbers(self) -> list[array[int]]:
         """All arrays of integers that attention on a GPU reads.
 
-        If each sequence has one new token, this is only `listed`. Otherwise `slots` and the numbers of `starts` follow.
+        If each sequence has one new token, this is only `listed`. Otherwise `slots` and an array with the numbers in
+        `starts` follow.
         """
         return [self.listed] if self.one_each else [self.listed, self.slots, self._firsts]
 
@@ -211,7 +213,7 @@ class KVStep:
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """Return the same step for memory that has only the step's sequences, in blocks one after the other from 0."""
+        """Return this step for a memory with only the step's sequences: their blocks are numbered from 0, in order."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))

@@ -68,7 +68,10 @@ class MappedHome:
         )
 
     def get(self, page: Page) -> HeldPage | None:
-        """Return a held page, which has to be copied right after this call; None if the page is not held.
+        """Return a held page; None if the page is not held.
+
+        The page has to be copied right after this call, as the lease that the call checks delays writers only for some
+        time.
 
         Raises:
             MoeschedError: another process writes to one of the page's files.

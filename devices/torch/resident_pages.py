@@ -24,7 +24,7 @@ class ResidentPages:
     """Loads the pages of weights that stay for the whole run, on threads of its own, and keeps them.
 
     Args:
-        compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
+        compute: packs weights for the CPU, or has the GPU that pages are copied to.
 
     Attributes:
         awaited: number of pages that are still to be loaded.

@@ -36,7 +36,8 @@ class Zero(NamedTuple):
     Attributes:
         event: the event.
         device: the event's time on the device's clock, in nanoseconds since the first zero event.
-        host: the event's time on the host's clock in nanoseconds, computed from the previous zero event's.
+        host: the event's time on the host's clock in nanoseconds, computed from `host` and `rate` of the previous zero
+            event.
         rate: nanoseconds of the host's clock for each nanosecond of the device's clock, for times after this event.
         read: the event's time on the host's clock in nanoseconds, as read when the event was recorded.
     """
@@ -118,9 +119,9 @@ class StreamClock:
         return host
 
     def _reported_before(self, device: float, host: int) -> int:
-        """Return the time to be reported for a time on the device's clock that is not later than all earlier ones.
+        """Return the time to be reported for a time on the device's clock if a later or equal one was reported before.
 
-        The arguments are those of `reported`.
+        Times less than ALIKE nanoseconds apart count as equal. The arguments are those of `reported`.
         """
         reported = self._reported
         place = bisect_left(reported, (device,))
@@ -132,7 +133,11 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """Record the zero event after `last`; its rate corrects the error of its computed time `host` within PERIOD."""
+        """Record the zero event after `last`, and return it.
+
+        Its rate is the measured one, changed so that converted times make up within PERIOD for the error of `host`, the
+        difference from `read`.
+        """
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate
@@ -140,7 +145,11 @@ class StreamClock:
         return Zero(event, last.device + passed, host, max(0.5, true_rate - (host - read) / PERIOD), read)
 
     def _recorded(self) -> tuple[Any, int]:
-        """Record an event, again if its time is not exact; returns the event and its time on the host's clock."""
+        """Record an event; returns the event and its time on the host's clock.
+
+        The host's clock is read before and after the event. If the readings are more than NARROW nanoseconds apart, an
+        event is recorded again, up to TRIES times in all, and the one with the closest readings is returned.
+        """
         width, event, middle = self._recorded_once()
         for _ in range(TRIES - 1):
             if width <= NARROW:

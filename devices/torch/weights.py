@@ -188,7 +188,10 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Give weights the number of earlier weights at the same addresses: kernels bound to these are then reused."""
+        """Give weights the number of earlier weights at the same addresses, of a layer with an equal description.
+
+        Kernels are bound to weights by this number, so kernels that were bound to the earlier weights are used again.
+        """
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()
         weights.number = self._numbers.setdefault((weights.layer, weights.addresses()), weights.number)

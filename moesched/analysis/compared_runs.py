@@ -135,7 +135,7 @@ def replayed_run(run: ComparedRun) -> ComparedRun:
 
 
 def _running(run: ComparedRun) -> float:
-    """Return the seconds of a run from the end of loading, as far as its trace goes."""
+    """Return the seconds of a run after loading; of a run with a trace, only the recorded part counts."""
     loading = run.values.get(Measure("total", "load", "time", "s"), 0.0)
     return run.values[Measure("total", "run", "time", "s")] - loading
 

@@ -25,8 +25,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ratios: for each run, its figure divided by that of the first run.
-        error_percents: for each run, the error of the predicted figure in percent of the measured one, if of this run
-            and the first run one is predicted and the other measured; else None.
+        error_percents: for each run, compared with the first run, the error of the predicted figure in percent of the
+            measured one; None if both runs are predicted or both measured, or if one of the figures is missing.
     """
 
     section: Section
@@ -160,7 +160,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return f"{lane} busy {share:.0%}"
 
     def _figure(self, section: Section, name: str, what: str) -> list[float | None]:
-        """Return each run's figure with this section, name and quantity (`what`); None for all if there is none."""
+        """Return each run's figure with this section, name and quantity (`what`); None for runs without the figure."""
         key = (section, name, what)
         found = (row.values for row in self.rows if (row.section, row.name, row.what) == key)
         return next(found, [None] * len(self.runs))
@@ -250,7 +250,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """Return a row of `columns` cells with the usual error of a prefill time that is predicted from rates."""
+        """Return a row of `columns` cells with the usual error of the prefill time of runs predicted from rates."""
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _rests_on_rates(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]

@@ -20,7 +20,7 @@ BETWEEN: tuple[Cause, ...] = ("policy", "host")
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of the tasks on the critical path that have the same verb, lane, and cause of the next task's wait.
+    """Total time of those tasks on the critical path, or times between tasks, that have the same kind, lane and cause.
 
     Attributes:
         kind: the verb of these tasks; "policy" or "host" for the time between tasks.

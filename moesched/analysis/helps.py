@@ -39,7 +39,8 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
         change: the change in words.
         command: arguments of the `moesched` command that shows the change's effect; TRACE is the run's trace.
         saved: share of the run's time, without loading, that the change saves.
-        decisions_unchanged: True if the policy may decide by awaited results; its recorded decisions were then kept.
+        decisions_unchanged: True if the policy might decide otherwise after the change, since it awaited results within
+            steps; `saved` then holds only for the recorded decisions.
     """
 
     change: str
@@ -62,7 +63,7 @@ def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | No
     Args:
         recording: the whole run, or its first or last steps.
         path: the time on the recording's critical path, by kind of task, lane and reason to wait.
-        decode_steps: number of the whole run's decode steps; by default the number that were recorded.
+        decode_steps: number of the whole run's decode steps; by default the number of the last recorded step.
     """
     steps = _first_steps(recording)
     if steps is None:
@@ -94,7 +95,10 @@ def best_helps(found: Iterable[Help]) -> list[Help]:
 
 
 def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str]:
-    """Return a description of each change that may save `LEAST_SAVED` of the run's time, by its syntax in `what_if`."""
+    """Return the changes that may save at least `LEAST_SAVED` of the run's time.
+
+    The keys are the changes in the syntax of `what_if`, the values the changes in words.
+    """
     words: dict[str, str] = {}
     most: dict[str, float] = {}
     for change, said, saved in _reliefs(recording, path):

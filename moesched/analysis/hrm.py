@@ -94,8 +94,9 @@ def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
 def first_turning_point(hierarchy: Hierarchy) -> float:
     """Return P1 (Eq. 9): the intensity I^j, in FLOP per byte of the lower memory, up to which fetching never pays.
 
-    P1 is where the roof of the link, B^{j,i} I, meets the roof of the lower level, min(P^j, B^j I). A link that is
-    slower than the lower memory meets the compute roof only; any other link meets neither, and P1 is 0.
+    P1 is where the roof of the link, B^{j,i} I, meets the roof of the lower level, min(P^j, B^j I). If the link is
+    slower than the lower memory, the two meet at the lower level's peak, P^j. Otherwise the link's roof is nowhere
+    below the other, and P1 is 0.
     """
     if hierarchy.link >= hierarchy.lower.bandwidth:
         return 0.0
