@@ -262,8 +262,8 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
     If accelerator and host share a memory, that memory is the upper level, and the memory that holds the weights is the
     lower one. Several equal accelerators count as one with the sum of their rates, as with tensor parallelism (section
-    4.3): each has its own link, but all together fetch no faster than the lower memory is read or copied to pinned
-    memory.
+    4.3). Each has its own link, but the sum of these links is limited by the bandwidth of the lower memory and, if
+    pages are staged in pinned memory, by the rate of copies into pinned memory.
 
     Raises:
         BadInput: the machine lacks one of these memories, the link, or a rate.
@@ -286,7 +286,9 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
 
 def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
-    """Return the bytes per second from one memory into all accelerators together, through pinned memory if any.
+    """Return the bytes per second from one memory into all accelerators together.
+
+    If the machine has a pinned memory, and it is not the memory that is read, pages are copied through it.
 
     Args:
         below, above: names of the memory that is read, and of the accelerator's memory.
@@ -299,7 +301,9 @@ def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
 
 
 def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
-    """Return the FLOPs and bytes of attention for one new token of each request, and the bytes of the KV cache.
+    """Return the FLOPs and bytes of one layer's attention for one new token of each request.
+
+    The second result is the part of these bytes that is the KV cache of all requests.
 
     Args:
         context: tokens in the cache of each request.

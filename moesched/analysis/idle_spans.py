@@ -89,7 +89,12 @@ def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, li
 
 
 def cause_of(before: Slice, why: Why) -> Cause:
-    """Return the cause of a lane's idle time while its next task waits for the task `before`, for the reason `why`."""
+    """Return the cause of a lane's idle time while its next task waits for another task.
+
+    Args:
+        before: the task that is waited for.
+        why: the reason of the wait.
+    """
     return "router" if why == "await" and before.task.verb in ROUTERS else _CAUSES[why]
 
 

@@ -17,12 +17,12 @@ LONGEST_SPANS = 5
 
 
 class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Time in which a lane was idle for one cause, because of tasks of one verb (kind of task) on one lane.
+    """The part of a lane's idle time that has one cause, and is due to tasks of one verb (kind of task) on one lane.
 
     Attributes:
-        kind, lane: verb and lane of the tasks that the idle lane waited for; with the cause "policy" or "host", of the
-            tasks that started after this time.
-        seconds: idle seconds of the lane.
+        kind, lane: verb, and title of the lane, of the tasks that the idle lane waited for; with the cause "policy" or
+            "host", of the tasks that started after this time; with the cause "finished", empty.
+        seconds: seconds of this part.
     """
 
     cause: Cause

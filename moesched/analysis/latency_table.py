@@ -35,7 +35,7 @@ class LatencyReport(msgspec.Struct, frozen=True):
     """Predicted latencies of one expert on a machine.
 
     Attributes:
-        source: origin of the figures, in words.
+        source: origin of the latencies, in words: the machine's measured costs, or the rates in its profile.
         cheaper_moved: the fewest tokens for which moving an expert to the accelerator is faster than computing it on
             the host (Algorithm 1); None if it never is.
     """

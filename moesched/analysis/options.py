@@ -16,7 +16,7 @@ MOST_TOKENS = 1 << 20
 
 
 class ShapeOnMachine(MachineOptions, ModelOptions):
-    """Options that name a machine and the sizes of a model, whose weights are not needed."""
+    """Options that name a machine, and a model of which only the sizes are needed, not the weights."""
 
     machine: Machine | str = field(kw_only=False)
 

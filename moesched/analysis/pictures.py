@@ -22,7 +22,8 @@ def require_picture(path: Path, option: str = "--out") -> None:
     """Check that a picture can be drawn to a file of this name.
 
     Args:
-        option: the command-line option that named the file, for the error message; "" for one that is required.
+        option: the command-line option that named the file; if matplotlib is not installed, the error message advises
+            to omit it. "" if the command always draws a picture.
 
     Raises:
         BadInput: the suffix is not .png or .svg, or matplotlib is not installed.
@@ -36,7 +37,8 @@ def require_matplotlib(option: str = "--out") -> None:
     """Check that matplotlib is installed.
 
     Args:
-        option: the command-line option that asked for a picture, for the error message; "" if the picture is required.
+        option: the command-line option that asked for a picture, which the error message advises to omit; "" if the
+            command always draws a picture.
 
     Raises:
         BadInput: matplotlib is not installed.

@@ -2,12 +2,12 @@
 
 A replay takes from the recording the tasks in program order with their durations and dependencies, the lanes and how
 each picks its next task, the classes of transfers, and the tasks that the policy awaited before it submitted more.
-Start times are computed anew. The duration of a replay is thus the part of the recorded time that graph and durations
-explain; the rest passed between tasks.
+Start times are computed anew, and by default no time passes between a task and the tasks that wait for it. If a
+replay is shorter than the recorded run, the difference is time that passed between tasks.
 
-Transfers of the idle class ran when their lane had nothing else to do, and cancelled transfers are not in the
-recording. The replay therefore keeps each idle-class transfer before the tasks that followed it on its lane; otherwise
-it might run in a different gap.
+Transfers of the idle class run only when their lane has nothing else to do. In a replay the lane may have nothing to do
+at other times than in the recorded run, also because cancelled transfers were not recorded. So that an idle-class
+transfer does not run at another place in the order, tasks that followed it on its lane wait for it.
 
 With `handovers`, the mean times between tasks are included (see `moesched.analysis.handovers`).
 """
@@ -43,7 +43,8 @@ def replay_recording(
         handovers: whether to include the mean times between tasks.
 
     Raises:
-        BadInput: a task depends on a task that was submitted later, so this is no recording of a run.
+        BadInput: a task depends on, or the policy awaited, a task that was submitted later, so this is no recording of
+            a run.
     """
     slices = recording.slices
     if durations is None:
@@ -99,7 +100,8 @@ class _Replay:
     """A policy that submits the tasks of a recording again, to replay them.
 
     Args:
-        policy_lanes: for each rank, the lane of extra tasks that stand for the policy's delays before submissions.
+        policy_lanes: for each rank, a lane for extra tasks, which last as long as the policy's delays before it
+            submits tasks.
     """
 
     def __init__(

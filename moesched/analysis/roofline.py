@@ -26,7 +26,7 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block: "attention" or "ffn".
         variant: label in the picture, such as "int4" or "N = 512".
-        intensity: FLOP/byte in each level's memory.
+        intensity: the FLOPs per byte of the upper memory, and the FLOPs per byte of the lower memory.
         first_turning_point, second_turning_point, balance_point: FLOP/byte in the lower level's memory (Eqs. 9 to 11).
         fetched: bound in FLOP/s on the upper level, with data from the lower level (Eq. 7).
         in_place: bound in FLOP/s on the lower level (Eq. 8); None if the lower level has no processor.
@@ -57,9 +57,9 @@ class RooflineReport(msgspec.Struct, frozen=True, kw_only=True):
             none.
         batch_at_second_turning_point: the smallest batch for which the link no longer bounds the FFN; None if there is
             none.
-        split: division of work between the levels, to which `layer` applies: the largest batch, with attention on the
-            lower level if that has a processor.
-        layer: busy seconds of the link and of each level for one layer (Eqs. 12 to 14).
+        split: division of a layer's work between the levels, for the largest batch: the lower level computes attention
+            if it has a processor, and the upper level all else.
+        layer: busy seconds of the link and of each level for one layer, with the division in `split` (Eqs. 12 to 14).
         layer_seconds: the longest of the times in `layer`.
         bound_by: name of the link or level with the longest time in `layer`.
     """
@@ -149,7 +149,10 @@ def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Spli
     """Divide a layer's work between the two levels of the hierarchical roofline model.
 
     The lower level (such as the host) computes attention if it has a processor, and the upper level (such as the GPU)
-    all else.
+    all else. If the lower level has no processor, the KV cache stays in the upper memory.
+
+    Args:
+        batch_size, micro_batch_size: numbers of requests.
     """
     computes = hierarchy.lower.peak > 0
     return Split(

@@ -145,7 +145,9 @@ def _first_turning_point(axes: Axes, report: RooflineReport) -> None:
 
 
 def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
-    """Draw a line at a micro-batch's FLOP/s on the upper level, and a star at P2, above which the link is no limit.
+    """Draw a line at the FLOP/s of a micro-batch's FFN on the upper level, and a star at the second turning point P2.
+
+    P2 is the FLOP/byte of the lower memory above which the link no longer limits the FFN (Eq. 10).
 
     Args:
         span: lowest and highest FLOP/byte of the x-axis.

@@ -70,7 +70,7 @@ class Change:
 
     Attributes:
         factors: FACTOR of each change, by the WORD of its kind and by its NAME.
-        handovers: whether the replay has the recorded mean times between tasks, or no time between them.
+        handovers: True to replay with the recorded mean times between tasks, False with no time between tasks.
     """
 
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -161,7 +161,7 @@ def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
 
 
 def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
-    """Return the top of the first row of each run, and the height of the whole picture, both in inches from the top."""
+    """Return the top of each run's first row, as inches below the picture's top, and the picture's height in inches."""
     tops, height = [], 0.0
     for number, run in enumerate(runs):
         height += TITLE_INCHES + (BETWEEN_RUNS_INCHES if number else 0.0)
@@ -184,7 +184,10 @@ def _families(runs: Iterable[TitledTimeline]) -> set[Family]:
 
 
 def _least(runs: Sequence[TitledTimeline], least: float) -> float:
-    """Return the nanoseconds below which blocks merge: `least`, doubled until all runs have at most `MOST_BLOCKS`."""
+    """Return the nanoseconds below which blocks are merged.
+
+    The result is `least`, doubled until all runs together have at most `MOST_BLOCKS` blocks.
+    """
     while sum(len(merged(row.blocks, least)) for run in runs for row in run.timeline.rows) > MOST_BLOCKS:
         least *= 2
     return least

@@ -36,9 +36,10 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         change: the change as the user wrote it.
-        seconds: time of the changed run, without loading.
-        speedup: time of the recorded run over `seconds`.
-        decisions_unchanged: True if the policy may decide by awaited results; its recorded decisions were then kept.
+        seconds: time of the recorded run, without loading, times the ratio of two replays, with and without the change.
+        speedup: time of the recorded run, without loading, over `seconds`.
+        decisions_unchanged: True if the policy awaited results within its steps. After the change it might then decide
+            otherwise, but the replay kept its recorded decisions.
     """
 
     change: str
@@ -48,7 +49,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def what_if(recording: Recording, changes: Sequence[str], progress: Progress | None = None) -> list[WhatIf]:
-    """Replay a run once per change.
+    """Replay a run once without a change, and once with each change.
 
     Args:
         recording: the whole run with its loading of weights, which may delay later tasks.

@@ -118,8 +118,8 @@ def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine
             the end, is on the disk of the cache, as the system's folder for temporary files may lie in memory.
 
     Raises:
-        BadInput: the file, or the folder and its files, cannot be written. If the machine was measured before, the
-            error carries it as its report.
+        BadInput: the file, or the folder and its files, cannot be written. If writing fails only after `measure` has
+            returned, the error's attribute `report` is the measured machine.
     """
     if file is None:
         file = calibrated_file(device)
@@ -234,11 +234,11 @@ class Calibration:
 
 
 def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
-    """Return the slowdown of each class of work by others, as entries of a machine file.
+    """Return the slowdown of each class of work by the classes that run beside it, as entries of a machine file.
 
     Args:
-        rates: speeds relative to running alone, in several runs, by (class of the slowed work, classes that run beside
-            this work); the median over the runs counts.
+        rates: by (class of the slowed work, classes that run beside it), the speeds of the slowed work in several runs,
+            relative to running alone. The entry has their median.
     """
     return [
         Contention(work=work_class, beside=other, rate=rounded(median(found)))

@@ -30,7 +30,8 @@ class Observed(NamedTuple):
     Attributes:
         alone: the task's time alone.
         took: the task's time beside others.
-        beside: seconds of `took` in which other tasks ran, by mix: the classes of work of these tasks, joined by " + ".
+        beside: seconds of `took` in which other tasks ran, by mix. A mix names the classes of work of the tasks that
+            ran at once, joined by " + ".
     """
 
     alone: float
@@ -44,7 +45,8 @@ def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
     For a task (see `Observed`) beside one mix, took - beside + beside * speed = alone; with several mixes, beside and
     beside * speed are sums over mixes. The speeds solve these equations by least squares (ridge regression), each task
     weighted by 1 / beside, so that for a single mix the predicted times add up to the measured ones. Speeds are at most
-    1. Tasks that took far longer than usual, as if they had lost their core, do not count.
+    1. Tasks that ran mostly alone do not count, nor do tasks that took far longer than usual, as if another thread had
+    used their core.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
     if not overlapping:

@@ -83,7 +83,7 @@ class Exercise:
             await self._layer_by_layer(step)
 
     async def _stream(self, step: Step) -> None:
-        """Run the micro-batches through both layers one by one; while one layer computes, the other is fetched."""
+        """Run the micro-batches in turn, each through both layers; while one layer computes, the other is fetched."""
         for j in step.micro_batches:
             step.embed(j)
             for i in step.layers:

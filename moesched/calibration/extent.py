@@ -59,7 +59,8 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
         resident: number of runs of each model in RESIDENT mode.
         serial: number of runs of each model in SERIAL mode, the baseline of the runs with overlap.
         fresh: number of runs of each model in FRESH mode.
-        together: number of runs in each mode with overlap: of every model in STREAMING mode, else of the largest model.
+        together: number of runs in each mode with overlap. STREAMING mode runs every model, ATTENDING and SHARING modes
+            run the largest model only.
     """
 
     models: tuple[ModelConfig, ...]

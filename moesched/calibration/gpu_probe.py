@@ -31,7 +31,7 @@ class Product(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A reading of `nbytes` bytes in a row from one memory, the GPU's or the host's; no CUDA stream."""
+    """A pass that reads `nbytes` consecutive bytes of one memory, the GPU's or the host's; not a CUDA stream."""
 
     memory: str
     nbytes: int

@@ -159,7 +159,10 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
 
 
 def product_speeds(times: Times, dtype: str) -> list[float]:
-    """Return each round's median speed of products in a dtype, where 1 is a product's median speed over all rounds."""
+    """Return the speed of each round: the median over all products in a dtype.
+
+    A product's speed in a round is relative to its median speed over all rounds.
+    """
     products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
     return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 
@@ -199,7 +202,7 @@ def estimate(figures: Sequence[float]) -> Estimate:
 
 
 def _products(times: Times, processor: str, dtype: str) -> Iterator[tuple[Product, float]]:
-    """Yield a processor's products with plain matrices in a dtype, each with its seconds in one timed round."""
+    """Yield a processor's products with plain matrices in a dtype, each with its seconds, once for each round."""
     for each, rounds in times.items():
         if isinstance(each, Product) and (each.processor, each.dtype, each.format) == (processor, dtype, ""):
             for seconds in rounds:

@@ -27,7 +27,7 @@ class Alike(NamedTuple):
 
     Attributes:
         resource: the processor or link that the tasks run on.
-        kind: the kind of their work.
+        kind: the `Work.kind` of the tasks, such as "cpu_attention".
         calls: number of kernel calls that each task makes.
     """
 
@@ -105,9 +105,10 @@ class GpuTasks:
         return rates
 
     def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
-        """Return dispatch times as points of the cost table: medians over the tasks of a run, then over runs.
+        """Return dispatch times as points of the cost table.
 
-        Of several measurements for one point, the shortest counts: the others include a wait.
+        For each key `Alike`, the time is the median over the tasks of a run, then over the runs. If several keys belong
+        to one point, as those of two micro-batches may, the shortest time counts: the others include a wait.
 
         Args:
             running: returns the seconds that a given `Work`, of the host or of a link, takes once it has started.

@@ -37,8 +37,8 @@ class DeviceProbe(Protocol):
     """Interface of a device whose operations are timed: most methods return an operation as a function to call.
 
     `ready` returns a context in which operations are called. `packs` tells whether the device rearranges (packs)
-    resident weights of a dtype for its kernels. `product` returns a function that makes the call of a product, given
-    the number of rows.
+    resident weights of a dtype for its kernels. `product` returns a function that takes a number of rows, and returns
+    the product with these rows as a function to call.
     """
 
     def ready(self) -> AbstractContextManager[object]: ...
@@ -117,7 +117,7 @@ class OperationTimes:
         ]
 
     def speeds(self, name: str) -> list[float]:
-        """Return the speed of an operation in each round and size, relative to the median speed at this size.
+        """Return the speeds of an operation, one for each size and round, relative to the median speed at this size.
 
         Args:
             name: the operation's name, as in `CostPoint.operation`.

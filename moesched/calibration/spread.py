@@ -16,7 +16,10 @@ TENTHS = 10
 
 
 def spread(speeds: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Estimate the relative speed of each kind of work: expected 1, low and high at the outer deciles of `speeds`.
+    """Estimate the range of each kind of work's speed, relative to its median speed.
+
+    The expected value is 1. The range reaches from the first to the last decile of `speeds`, and at least from
+    1 / `LEAST` to `LEAST`; with few measurements, `FEWEST` stands for `LEAST`.
 
     Args:
         speeds: measured speeds by kind of work, each relative to the median speed of equal tasks.

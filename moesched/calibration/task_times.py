@@ -81,7 +81,11 @@ class TaskTimes:
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, run: RunKey, tasks: Iterable[Task]) -> None:
-        """Add a run whose tasks ran one by one: their times are those of tasks alone, and of transfers."""
+        """Add a run whose tasks ran one by one: their times are the times of tasks alone.
+
+        The times of fetches are also kept as those of page transfers, unless the fetches convert weights to another
+        dtype.
+        """
         for task in tasks:
             self._alone.setdefault(_key(run, task), []).append(_seconds(task))
             if task.verb == "fetch" and run.dtype == run.model.dtype:  # otherwise a fetch converts, too
@@ -151,13 +155,14 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
-        """Return a function from a page's bytes to a ratio: the page's transfer time over the time of a single read.
+        """Return a function from a page's bytes to a ratio: the time of the page's transfer over the time of its reads.
 
         The ratio is interpolated between the sizes of the pages that were moved, and is 1 if no page was moved.
 
         Args:
             link: name of the link.
-            seconds: a function from the bytes and the number of reads to the seconds that they take.
+            seconds: a function from bytes and a number of reads to the seconds that these reads take when timed by
+                themselves.
         """
         ratios = {
             part.size: median(times) / seconds(part.size, part.rows)
@@ -171,7 +176,8 @@ class TaskTimes:
     def points(self) -> list[CostPoint]:
         """Return the points of the cost table: means over the tasks of a run, then medians over the runs.
 
-        A lane's busy time is a sum, so tasks that occasionally take longer count in full.
+        Means are used within a run, since a lane's busy time is the sum over all its tasks, and slow ones are part of
+        it. Gaps between tasks are points as well.
         """
         found: dict[tuple[str, str, float, float], list[float]] = {}
         for each in (each for group in self._times for each in self._points_of(group)):
@@ -242,8 +248,9 @@ class TaskTimes:
     def _experts(self, group: Group, prefix: str, seconds: float) -> Iterator[CostPoint]:
         """Yield the costs of the parts of `post_attention`: of the router, and of each expert.
 
-        The router is a product like `pre_attention`, and takes as long per byte of weights; the time of the task
-        `route` would include the hand-over of choices to the host. The experts share the rest of the time.
+        The router's time is computed from the time of `pre_attention`, which also consists of products, and takes as
+        long per byte of weights; a timed task `route` would also hand the choices over to the host. The rest of
+        `seconds`, less the time of the task `combine`, is divided equally among the experts that the tokens chose.
 
         Args:
             group: the measured group of `post_attention` tasks.

@@ -79,8 +79,9 @@ def check(given: CheckArguments) -> int:
     policy prints is dropped.
 
     A fault is reported with the policy's line. Pages that nothing read, pages that moved twice and idle lanes are
-    advice. The bound is the least time that the same tasks could take in any order: for the prefill and for a decode
-    step, the time of the busiest lane, or of the longest chain of tasks that wait for each other if that is longer.
+    advice. The column "bound" has the least time that the same tasks could take in any order: for the prefill and for
+    each decode step, the time of the busiest lane, or of the longest chain of tasks that wait for each other if that
+    is longer.
 
     Exit code 1 if there are faults.
     """

@@ -143,7 +143,7 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place_of_heading(heading: str | None) -> int:
-    """Return a key that sorts the headings of options in a help: from 1 for headings that come last, 0 for others."""
+    """Return the sort key of a heading of options in a help: its place in `LAST_HEADINGS`, from 1; 0 for others."""
     return LAST_HEADINGS.index(heading) + 1 if heading in LAST_HEADINGS else 0
 
 
@@ -257,7 +257,9 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
-    """Return the parameter that stands for an option's flag in a function for cyclopts, annotated for it.
+    """Return the parameter for an option's flag, in a function that cyclopts calls.
+
+    The parameter's annotation tells cyclopts the flag's name, type and help.
 
     Args:
         group: heading of the flag in the help; None for the general one.

@@ -58,8 +58,8 @@ def exit_code_of(
     its traceback.
 
     Args:
-        forgotten: errors about coroutines that the policy called without awaiting them; the first, if any, is printed
-            in place of a policy's error, as it is the cause.
+        forgotten: errors about coroutines that the policy called without awaiting them. If `error` is an error of the
+            policy, the first of these is printed in its place, since the missing `await` is the cause.
         having: function from an option, such as "--gen", to the names of the commands that have it.
     """
     if WHOLE_TRACEBACK.get():
@@ -165,7 +165,11 @@ def _same_option(error: UnknownOptionError) -> str | None:
 
 
 def _needed(error: MissingArgumentError) -> str:
-    """Return the message for a missing argument or value: name, meaning, and the option that a stray value may need."""
+    """Return the message for a missing argument, or for a flag without a value: its name and its meaning.
+
+    If the command line has a word that belongs to no argument, the message asks whether the word was meant as the value
+    of the missing one.
+    """
     command, argument = " ".join(error.command_chain or ()), error.argument
     assert argument is not None
     choices = ", ".join(argument.get_choices() or ())

@@ -94,7 +94,8 @@ def say_band(
     Args:
         band: low, middle and high value by the name of a figure; None for no bands.
         widest_rate: words for the machine's rate whose uncertainty widens the band most; None for no line.
-        at_peak: figures predicted with the rates that the machine states; None if its costs were measured.
+        at_peak: figures predicted with the machine's stated rates, taken to be sustained in full; None if its costs
+            were measured.
     """
     if band is None:
         return
@@ -112,7 +113,7 @@ def planners_choice(rate: float | None, where: str = "") -> str:
     """Return the words which say that the planner chose the policy, with the rate that it predicted.
 
     Args:
-        rate: predicted tokens per second; None, for which the result is empty, if the user named the policy.
+        rate: predicted tokens per second; None if the user named the policy, and the result is to be empty.
         where: text after the rate, which says for which requests the rate holds, and begins with a space.
     """
     if rate is None:

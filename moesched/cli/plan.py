@@ -58,9 +58,9 @@ def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) 
     """Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.
 
     All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes (MoE-Lightning,
-    section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: all layers of the best
-    policies, and of others if that is quick. Of the rest only a few layers are simulated; their figures are marked as
-    estimates, and listed below the ranking. Neither the weights nor the machine are needed.
+    section 4.2) gives an upper bound on the throughput of each policy. Schedules are then simulated on the virtual
+    clock: all layers of the best policies, and of others if that is quick. Of the rest only a few layers are simulated;
+    their figures are marked as estimates, and listed below the ranking. Neither the weights nor the machine are needed.
 
     --for throughput maximises generated tokens per second of a batch, prefill included. The others are for one request
     of the workload's average length: --for latency minimises the time of a decode step, and --for interactive the time

@@ -31,9 +31,9 @@ EPILOGUE = """Examples:
 def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> int:
     """Serve a model to many users at once, by OpenAI's API and with a chat in the browser.
 
-    Without --policy, the planner chooses the one with the most predicted tokens per second for as many requests at
-    once as the options say. The server prints its address once the weights are loaded. After Ctrl-C or SIGTERM it takes
-    no more requests, completes those that it has, and ends with exit code 0; a second signal ends it at once.
+    Without --policy, the planner chooses the one with the most predicted tokens per second when --batch-size requests
+    run together. The server prints its address once the weights are loaded. After Ctrl-C or SIGTERM it takes no more
+    requests, completes those that it has, and ends with exit code 0; a second signal ends it at once.
     """
     import msgspec
 

@@ -77,9 +77,9 @@ def sweep(
     model is mixtral-8x7b and the workload mtbench.
 
     Each point is written as a line of --out as soon as it is done. The same command again runs only points that are
-    missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails
-    keeps its reason as `failure`, and the sweep goes on; the exit code is then 1 at the end, except for policies that
-    only --policy all names.
+    missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails keeps its
+    reason as `failure`, and the sweep goes on. The exit code is then 1 at the end; but a failure of a policy that only
+    --policy all added does not count, unless all points failed.
     """
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep

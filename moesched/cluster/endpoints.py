@@ -35,9 +35,10 @@ def endpoint(address: str, port: int) -> str:
 
 
 def listening_at(address: str) -> str:
-    """Return the interface to listen on for peers that connect to `address`: itself if it is an IP address, else `ANY`.
+    """Return the interface to listen on for peers that connect to `address`.
 
-    A machine often resolves its own name to another address than its peers do.
+    The interface is `address` if that is an IP address. For a host name it is `ANY`, since a machine often resolves its
+    own name to another address than its peers do.
     """
     try:
         ip_address(address)

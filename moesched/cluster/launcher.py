@@ -320,7 +320,11 @@ class Launch:
             self.finished.append(Finished(node.host.rank, piece.order, piece.what, b"".join(parts)))
 
     def _failed(self, node: Node, message: Failed) -> None:
-        """Raise a failed member's error; if another node was lost, first wait until the launcher notices the loss."""
+        """Raise a failed member's error; do nothing if the member failed because the launcher ended the epoch.
+
+        If the member failed because other nodes took no part, first wait up to `NOTICE_SECONDS`; if the launcher itself
+        detects the loss of a node in this time, `Lost` is raised instead.
+        """
         said = f"{node.host}: {message.message}"
         if message.kind == "input":
             raise BadInput(said)

@@ -52,7 +52,13 @@ class Metered:
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """End an exchange on the ranks that wait for `rank`, with an error that has the reason, if that is possible."""
+        """End an exchange on the ranks that wait in it for this node, with an error that gives the reason.
+
+        Do nothing if the transport cannot end exchanges in this way.
+
+        Args:
+            rank: the rank of this node.
+        """
         if isinstance(self._transport, Abandons):
             self._transport.abandon(rank, exchange, reason)
 

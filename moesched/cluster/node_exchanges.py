@@ -62,7 +62,7 @@ class NodeExchanges:
             port: the port to listen on.
             lost_after: seconds of silence after which a member counts as lost.
             on_loaded: called just before the first exchange, when this node has its weights; the exchange then waits
-                until `begin` is called.
+                until the method `NodeExchanges.begin` is called.
 
         Raises:
             BadInput: the transport cannot be opened here.

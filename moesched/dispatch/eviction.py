@@ -250,8 +250,9 @@ class LowestScore:
     """Eviction rule: evict the page of the expert whose average router score is the lowest.
 
     The policy passes the router scores of a layer's experts to `scored`, which updates a moving average for each
-    expert. An average starts at the expert's first score, usually that of the prompts, so single tokens change it
-    little.
+    expert. An average starts at the expert's first score, usually a mean over the tokens of prompts. Each later
+    score changes it by the share `weight` of the difference.
+
     HybriMoE (Zhong et al. 2025, arXiv 2504.05897) averages only the scores of the likeliest experts of each
     token; here all experts have scores (see `Plan.request_scores`). Pages without a score, such as dense ones, are
     evicted first.

@@ -85,7 +85,7 @@ class ExpertLatencies:
         The speed of running alone is 1. Both speeds are lower if the expert and the transfer share the bandwidth of
         host memory.
 
-        tokens: number of tokens of the expert, which is rounded up to a power of two.
+        tokens: number of the expert's tokens; the speeds are those for this number rounded up to a power of two.
 
         Returns:
             (speed of the expert, speed of the transfer).

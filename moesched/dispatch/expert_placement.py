@@ -96,7 +96,7 @@ def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -
 
 
 def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> FixedPages | None:
-    """Keep all experts except those in `resident` in host memory.
+    """Keep in host memory all experts that are not in `resident`.
 
     Returns:
         The pages kept in host memory; None if all weights are in host memory anyway.

@@ -21,7 +21,7 @@ def all_fit(plan: Plan) -> bool:
 
 
 def host_has_experts(plan: Plan) -> bool:
-    """Test whether the host has a memory apart from the accelerator's that holds all experts, or has room for them."""
+    """Test whether all experts are in host memory or fit there; False if host and accelerator share a memory."""
     if plan.machine.unified or plan.machine.weights_on_host:
         return not plan.machine.unified
     return sum(plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0) <= plan.free("host")

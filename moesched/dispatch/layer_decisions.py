@@ -115,7 +115,8 @@ class _Tokens(int):
 class _InParts:
     """Latencies of an expert whose tokens belong to several micro-batches.
 
-    Each micro-batch's tokens run in a kernel of their own. Rows are assumed to be divided equally among the copies.
+    The tokens of each micro-batch run in a kernel of their own. Hidden states and outputs are copied once per
+    micro-batch, and their rows are assumed to be divided equally among these copies.
     """
 
     def __init__(self, latencies: ExpertLatencies, micro_batches: int) -> None:
