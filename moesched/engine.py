@@ -356,7 +356,8 @@ class PlainEngine:
     def _leave(self, lane: Lane, task: Task) -> None:
         """Free the place of a task that ended on its lane, and start the lane's next task.
 
-        On a stream the next task may be running already; then the lane has one task fewer in flight.
+        A task that was issued to a stream is no longer `lane.running`; its end lowers `lane.in_flight` instead. If a
+        later task of the lane runs already, no further task is started.
         """
         if lane.running is task:
             lane.running = None

@@ -243,7 +243,10 @@ class _Thresholds:
         return self._away[away] + self._left[even] >= self._here[away]
 
     def _even(self, away: int) -> int:
-        """Return the least number of fetches with which the accelerator ends after the host; all, if none is enough.
+        """Return the least number of fetches with which the accelerator ends no earlier than the host.
+
+        If no number of fetches is enough, the result is the number of all missing experts. The accelerator ends when
+        its experts have run and all fetches have arrived.
 
         away: number of resident experts that run on the host.
         """
@@ -264,7 +267,12 @@ class _Thresholds:
         return best
 
     def _least(self, away: int, fetched: int) -> float:
-        """Return a lower bound of the makespan, in seconds, for the numbers of moved and of fetched experts."""
+        """Return a lower bound, in seconds, of the makespan of the assignment (away, fetched).
+
+        Args:
+            away: number of resident experts that run on the host.
+            fetched: number of missing experts that are fetched.
+        """
         host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
         return max(host, here, fetched * self._layer.transfer)
 

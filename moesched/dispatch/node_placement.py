@@ -49,8 +49,9 @@ class Load(NamedTuple):
 def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
     """Return the experts of each node in the placement of the Apple silicon cluster paper.
 
-    Experts are cut into `parts` parts, at most as many as nodes; node n holds part n modulo `parts`. If numbers do not
-    divide evenly, parts differ by one expert, and the first parts are on one node more than the others.
+    Experts are cut into `parts` parts, or into one part per node if there are fewer nodes; node n holds part n modulo
+    the number of parts. Where experts do not divide evenly, some parts have one expert more than others. Where nodes do
+    not divide evenly, each of the first parts is on one node more than each of the others.
     """
     parts = min(parts, nodes)
     bounds = [part * experts // parts for part in range(parts + 1)]
@@ -236,9 +237,9 @@ def _placement(holders: Sequence[int], nodes: int) -> Placement:
 def busiest(chosen: Sequence[int]) -> int:
     """Return the load of the busiest node, in experts, if chosen experts are assigned to nodes in the best way.
 
-    For any set of chosen experts, the nodes that hold at least one of them have to run all of them. So some node runs
-    at least the set's size divided by the number of these nodes, rounded up. By Hall's theorem, the load of the busiest
-    node is the largest such quotient over all sets.
+    Take any set of the chosen experts: only the nodes that hold an expert of the set can run experts of the set. So one
+    of these nodes runs at least the set's size divided by the number of these nodes, rounded up. By Hall's theorem, the
+    load of the busiest node is the largest such quotient over all sets.
 
     chosen: for each chosen expert, a bit mask of the nodes that hold the expert.
     """
@@ -298,9 +299,11 @@ def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, 
 
 
 def _searched_load(holders: Holders, top_k: int) -> float:
-    """Return the load of `holders` by which the search compares placements: experts per token on the busiest node.
+    """Return the mean number of experts that the busiest node runs per token, by which the search compares placements.
 
-    The load is exact if there are few distinct choices of experts, else a mean over a fixed random sample of choices.
+    The mean is exact if there are few distinct choices of experts, else over a fixed random sample of choices.
+
+    holders: the placement: for each expert, a bit mask of the nodes that hold the expert.
     """
     if cases(holders, top_k) <= SEARCHED_CASES:
         return _mean_load(holders, top_k)
@@ -390,8 +393,8 @@ def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
 def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
     """Return a placement whose copies are spread evenly, as a bit mask of the nodes that hold each expert.
 
-    An expert's copies go to the group of nodes that the fewest experts have so far, among the nodes with the most free
-    room.
+    Each expert in turn gets a group of nodes for its copies. Of the groups that can be made of the nodes with the most
+    free room, it is the group that the fewest earlier experts got.
     """
     room = [per_node] * nodes
     groups: Counter[int] = Counter()

@@ -23,8 +23,9 @@ class PooledExperts(CachedExperts):
 
     Args:
         rule: the eviction rule, or its class; no other cache may use the same object.
-        order: all experts; as many of the first ones as fit are in the cache before the first step. By default, these
-            are equally many of each layer.
+        order: all experts; those to keep come first. Before the first step, the cache is filled with experts from the
+            start of this order. By default, the order takes one expert of every layer, then a second of every layer,
+            and so on.
         most: the largest number of experts in the cache; if negative, as many as fit.
         buffers: number of experts for which the pool has further slots, so that an expert can arrive before another
             leaves.

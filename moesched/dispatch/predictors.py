@@ -118,9 +118,9 @@ class LaterRouters:
 class FollowingExperts:
     """Predictor that counts, during the run, which experts follow the experts that were chosen in an earlier layer.
 
-    It forecasts those that followed most often: for each micro-batch, as many as it chose in the last layer in which it
-    was routed; none before anything was counted. (ProMoE, arXiv 2410.22134, learns such a relation with small
-    networks.)
+    It forecasts the experts that followed most often: for each micro-batch, at most as many as the micro-batch chose in
+    the last layer in which it was routed. Experts that were never counted are not forecast. (ProMoE, arXiv 2410.22134,
+    learns such a relation with small networks.)
 
     Args:
         ahead: the largest number of layers from the last routed layer to the forecast one.
@@ -194,15 +194,16 @@ class TransitionCounts:
         self._counts_LEE = np.zeros((max(0, layers - distance), experts, experts))
 
     def add_trace(self, trace: RoutingTrace) -> None:
-        """Add the pairs of experts that all tokens of a trace chose."""
+        """Count each pair of experts that a token of a trace chose in a layer and `distance` layers later."""
         for layer, counts_EE in enumerate(self._counts_LEE):
             earlier_Tk, later_Tk = trace.chosen[:, layer], trace.chosen[:, layer + self._distance]
             np.add.at(counts_EE, (earlier_Tk[:, :, None], later_Tk[:, None, :]), 1)
 
     def add(self, layer: int, earlier: Mapping[int, int], later: Mapping[int, int]) -> None:
-        """Add an estimate of the pairs in a micro-batch, of which only the number of tokens by expert is known.
+        """Add estimated counts of pairs for a micro-batch, from its numbers of tokens by expert in the two layers.
 
-        Each token of an expert in `layer` is divided among the later layer's experts, in proportion to their tokens.
+        The expert that a single token chose is not known. So each token of an expert in `layer` is divided among the
+        later layer's experts, in proportion to their numbers of tokens.
 
         Args:
             layer: number of the earlier layer.

@@ -1,4 +1,4 @@
-"""Checks how runs in child processes end: at Ctrl-C, out of memory, and with a peak of memory as predicted."""
+"""Checks of runs in child processes: a proper end at Ctrl-C or for lack of memory, and a peak memory as predicted."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def cuda_facts() -> CudaFacts:
 
 
 def library_bytes() -> int:
-    """Return the bytes that CUDA's libraries allocate on the first GPU for one stream, which no plan counts."""
+    """Return the bytes that CUDA's libraries allocate on the first GPU for one stream; no plan counts these bytes."""
     nbytes: int = _loaded("library_bytes")()
     return nbytes
 

@@ -80,7 +80,8 @@ class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
         role: "cache" or "model".
         problem: the reason why the folder cannot be used; empty if it can.
         free: bytes that this user can still write to the folder's disk.
-        caching: the effect on the page cache when the device reads a file of the folder; None if no effect is known.
+        caching: "bypassed" if the device reads the folder's files past the page cache, "dropped" if it drops the bytes
+            of each read from the page cache, "kept" if they stay there; None if the folder cannot be used.
     """
 
     role: Literal["cache", "model"]

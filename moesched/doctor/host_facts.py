@@ -82,7 +82,7 @@ def cache_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
     """Try the cache's folder by writing and reading a small file, which is removed; the folder is made if it is absent.
 
     Args:
-        caching_of: returns the effect on the page cache when the device reads a given file.
+        caching_of: returns, for a file, the value of `FolderFacts.caching`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,11 +124,11 @@ def mapping_of(place: Path, refusal_of: Callable[[Path], str]) -> str | None:
 
 
 def model_facts(model: Path, caching_of: CachingOf) -> FolderFacts:
-    """Return whether each file of a model can be read, and the effect of reading one on the page cache.
+    """Try each file of a model, and return the result, with the effect of the device's reads on the page cache.
 
     Args:
         model: a folder, or a GGUF file.
-        caching_of: returns the effect on the page cache when the device reads a given file.
+        caching_of: returns, for a file, the value of `FolderFacts.caching`.
     """
     files = weight_files(model)
     try:

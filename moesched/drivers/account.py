@@ -123,7 +123,7 @@ class Account:
         return [self.tasks[number] for number in sorted(self.open)]
 
     def await_device(self, task: Task) -> None:
-        """Record that a task that ran or was cancelled waits, before it settles, for earlier tasks on its device."""
+        """Record that a task, which ran or is cancelled, waits for earlier tasks on its device before it settles."""
         waits = [other.id for other in before_on_device(task) if other.id in self.open]
         self._left[task.id] = len(waits)
         for earlier in waits:
@@ -318,8 +318,9 @@ def expected_edges(reads: Sequence[Block], writes: Sequence[Block], after: Seque
     """Return the ids of the earlier tasks that a new task has to wait for.
 
     Args:
-        reads, writes: the blocks that the new task reads and writes: it waits for the last writer of a block that it
-            reads, and for the last readers, or without readers the last writer, of a block that it writes.
+        reads: blocks that the new task reads; it waits for the last writer of each.
+        writes: blocks that the new task writes; for each, it waits for the tasks that have read the block since it was
+            last written or, if there are none, for the last writer.
         after: further tasks to wait for.
     """
     earlier = {block.writer.id for block in reads if block.writer is not None}

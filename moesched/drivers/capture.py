@@ -296,7 +296,10 @@ class Edges:
         return edges
 
     def _forget_below(self, number: int) -> None:
-        """Have the kept sets begin with the word that has the bit of the task `number`; drop or add words before it."""
+        """Make all sets in `self._reached` begin with the word that has the bit of the task `number`.
+
+        The words before it are dropped. If the sets begin later, words without bits are put in front.
+        """
         lowest = number // WORD * WORD
         by = (lowest - self._lowest) // WORD
         if by:
@@ -314,7 +317,10 @@ class Edges:
 
 
 def _union(mine: int, other: int) -> int:
-    """Return the union of two words; if it equals one of them, that very object, so that sets share most words."""
+    """Return the union of two words of sets of tasks.
+
+    If the union equals `other` or `mine`, that object itself is returned, so that sets share most of their words.
+    """
     if mine is other or not other:
         return mine
     both = mine | other

@@ -175,8 +175,8 @@ class RealtimeDriver:
     async def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
         """Run one coroutine per rank and all tasks that they submit; return the coroutines' results.
 
-        A cancellation (Ctrl-C) cancels tasks that have not started or only wait on the loop, waits for the others, then
-        raises CancelledError.
+        A cancellation (Ctrl-C) cancels the tasks that have not started and the awaitables that run, waits for the
+        others, then raises CancelledError.
 
         Raises:
             Exception: an error of an observer or a check, or else the first error of a coroutine, after all have ended.

@@ -75,7 +75,7 @@ class ReplayedRun:
 
     @property
     def captured(self) -> int:
-        """Number of steps that the policy scheduled, without loading; the steps after these repeat the last one."""
+        """Number of steps that the policy scheduled, without loading; each other step repeats the one before it."""
         return len({id(step) for step in self.steps}) - 1
 
     def samples(self, index: int) -> dict[int, int]:
@@ -96,7 +96,10 @@ class ReplayedRun:
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
 
     def awaits(self) -> list[tuple[int, int]]:
-        """Return the tasks that a policy would await, as (task's number, number of tasks submitted before that)."""
+        """Return the tasks whose ends the run awaits before it submits a step.
+
+        The result has pairs (the awaited task's number, number of tasks that are submitted before the wait).
+        """
         awaits = []
         bases = self.bases
         for index in range(1, len(self.steps)):

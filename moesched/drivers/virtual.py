@@ -1,8 +1,8 @@
 """The virtual driver: runs policy coroutines on a virtual clock, with task durations from a cost model.
 
 Times are integer nanoseconds, and jump from one task's end to the next. A coroutine resumes at the time at which the
-handle that it awaits settles. With sharing on, concurrent tasks that together need more of a processor, memory or link
-than the machine has slow each other down, max-min fairly.
+handle that it awaits settles. With sharing on, concurrent tasks slow each other down, max-min fairly, where together
+they need more of a processor, memory or link than the machine has.
 """
 
 from __future__ import annotations

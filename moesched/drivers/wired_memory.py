@@ -51,8 +51,8 @@ class WiredPages:
 class WiredArrays:
     """Gives the extra time that the accelerator's tasks take to wire their weights: a `Delay` of the virtual driver.
 
-    A prestacked expert has one array for all layers, any other expert one for each layer. Other weights have one array
-    for each layer and verb that reads them; so do the embedding and the LM head.
+    A prestacked expert has one array for all layers, any other expert one for each layer. The embedding is one array,
+    and so is the LM head. All other weights have, in each layer, one array for each verb that reads them.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -68,7 +68,8 @@ def within_process(
     machine that are in the process. Without a budget for the process, the arguments are returned unchanged.
 
     Args:
-        budgets: bytes by name of memory, for each of the ranks that share the process; `PROCESS` is the whole process.
+        budgets: bytes for one rank, by name of memory. Under the name `PROCESS`, a rank's share of the bytes of the
+            whole process.
         process: the bytes that the process takes for anything but plans; its `limit` is not set yet.
         ranks: number of ranks in the process.
 

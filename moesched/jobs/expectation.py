@@ -198,9 +198,13 @@ def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> J
 
 
 def extrapolated(known: Sequence[float], steps: int) -> list[float]:
-    """Extend values of the first steps to all steps, by a straight line through the later half of them.
+    """Extend the known values of the first steps to all steps, by a straight line through the later half of the values.
 
-    The last known value is replaced, too, since the last step fetches nothing for a next one.
+    The last known value is not used, and is replaced, since the last simulated step fetches nothing for a next one.
+
+    Args:
+        known: value of each of the first steps.
+        steps: number of all steps.
     """
     whole = known[:-1]
     half = range(len(whole) // 2, len(whole))

@@ -47,7 +47,8 @@ class Job:
     Attributes:
         chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
         chooses: whether the planner is to choose the policy; until then the job has a provisional one.
-        slot_bytes: returns the bytes of memory that a page of weights takes: `room_for`, or what the devices say.
+        slot_bytes: returns the bytes of memory that a page of weights takes; after `use_devices` the devices' own
+            function, before it `room_for`, which gives the most that a page may take.
 
     Raises:
         BadInput: an option cannot be used.
@@ -127,10 +128,10 @@ class Job:
         self._measure = partial(process_of, devices.all, self.machine, ahead)
 
     def use_process(self) -> None:
-        """Determine the memory that the process takes beside plans, which also counts in the budget of the process.
+        """Determine the bytes that the process takes beside plans, since the budget of the process covers these, too.
 
-        It is measured if `use_devices` was called; otherwise, for predictions, it is assumed. Call this method before
-        `sizes` and `plan`.
+        The bytes are measured if `use_devices` was called; otherwise, for predictions, they are assumed. Call this
+        method before `sizes` and `plan`.
 
         Raises:
             BadInput: the budget of the process leaves nothing for plans.
@@ -150,7 +151,7 @@ class Job:
 
         Args:
             lengths: lengths of all prompts, in tokens.
-            successive: whether all requests run, in successive batches, instead of one batch only.
+            successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
 
         Raises:
             BadInput: not even one request fits.

@@ -93,7 +93,7 @@ def choose_policy_of(
     """Choose a policy for requests that run together.
 
     Args:
-        job: a job with its devices set; its process is measured here, before and after the search.
+        job: a job with its devices set; this function calls `use_process`, once for the search and once after it.
         lengths: prompt tokens of each request.
         plan: makes the plan of a job whose policy is set; raises BadInput if it does not fit.
         on_progress: called with the name of each stage of the search.
@@ -123,9 +123,10 @@ def _estimates(
     new_tokens: int,
     on_progress: Callable[[str], object],
 ) -> list[PolicyEstimate]:
-    """Return the planner's predictions, the fastest policy first, for as many requests as some policy holds at once.
+    """Return the planner's predictions for the policies that hold all requests at once, the fastest policy first.
 
-    If no policy holds all requests, the first half of them is tried, then the first quarter, and so on.
+    If no policy holds all requests, the predictions are for the first half of them, else for the first quarter, and so
+    on. If no policy holds even one request, the result has one policy, predicted to generate nothing.
     """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]

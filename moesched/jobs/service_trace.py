@@ -76,7 +76,9 @@ def write_service_trace(
     plan: Plan,
     tokens_per_second: float,
 ) -> None:
-    """Write the recorded tasks of a run, and its requests as spans, without those that ended before the first task.
+    """Write the recorded tasks of a run, and its requests as spans.
+
+    Requests that ended before the first recorded task started, or have not ended, are left out.
 
     tokens_per_second: all generated tokens over the time from the end of loading to the last token.
 

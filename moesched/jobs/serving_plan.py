@@ -82,7 +82,8 @@ def serving_job(
 def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> None:
     """Refuse unusable options early, before the device's libraries are imported, which takes seconds.
 
-    An unknown policy is refused; for the CPU as device also an unknown machine or memory, and sizes that do not fit.
+    An unknown policy is refused. If the device is the CPU, an unknown machine or memory is refused, too, and so are
+    sizes that do not fit, if the machine has one memory and the process has no budget.
 
     Args:
         context: the largest number of tokens of a request.

@@ -161,7 +161,7 @@ class _First(NamedTuple):
 
 
 def _kernels_here(settings: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return a device's settings; kernels in them that are named by module or file are found now (see `found_here`)."""
+    """Return a device's settings, after finding the kernels that they name by module or file (see `found_here`)."""
     if not settings or "own_kernels" not in settings:
         return settings
     own = settings["own_kernels"]

@@ -109,7 +109,7 @@ def _job(
 ) -> Job:
     """Return the job with the policy that the options name, or the planner's choice if they name none.
 
-    all_run: whether all requests run, instead of a single full batch.
+    all_run: whether all requests run, in successive batches; otherwise only those that fill one batch.
     """
     job = Job(given, scenario.config, scenario.machine, beams=given.beams, nodes=given.nodes or 1)
     listener = given.listener or Listener()
@@ -144,7 +144,10 @@ def _ranks(job: Job, batch: Batch) -> list[Rank]:
 
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
-    """Return prompt lengths in tokens, and whether all of these requests run, instead of a single full batch."""
+    """Return the prompt length of each request in tokens, and whether all requests run.
+
+    If not, only those that fill one batch run: neither the options nor the workload give the number of requests.
+    """
     listed = given.requests or len(workload.prompt_tokens)
     count = listed or given.batch_size or MOST_REQUESTS
     lengths = [workload.longest] * count if given.padded else workload.lengths(count, given.seed)

@@ -1,4 +1,4 @@
-"""Counts of values that an expert's SiLU leaves near zero: Table 2 of Twiddler's Appendix B, for any model."""
+"""Counts the values that experts' SiLU leaves near zero, for any model, as Table 2 of the Twiddler paper does."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ class SparsityCounter:
                 self._progress(sum(self.values), self._most)
 
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """Return the share of each layer's values below each threshold; 0 for a layer without values."""
+        """Return, as [layer][threshold], the share of a layer's values that are nearer to zero than the threshold.
+
+        The share is 0 for a layer without values.
+        """
         return tuple(
             tuple(count / max(1, values) for count in below)
             for values, below in zip(self.values, self._below, strict=True)

@@ -36,10 +36,11 @@ MOST_FEW_ROWS = 16
 class Calibrated:
     """Cost model from a machine's table of measured operations: work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. Beyond the largest measured size, the time of an operation
-    grows as that of a matrix product alone, times a factor: in a run, products read weights more slowly than when they
-    are timed one after another. The factor is the time of the LM head, relative to its product alone. Concurrent work
-    is slowed as measured. Work without parts takes the time that the roofline gives.
+    Times are interpolated between measured sizes and rows. An operation whose weights are larger than the largest
+    measured ones takes the time of these, plus the further time that a matrix product takes for the larger weights. The
+    further time is multiplied by a factor, since a product reads weights faster when products alone are timed than in
+    a run. The factor is the measured time of the LM head divided by the time of its product alone, and at least 1.
+    Concurrent work is slowed as measured. Work without parts takes the time that the roofline gives.
 
     Args:
         dtype: dtype that the model computes in.
@@ -138,14 +139,26 @@ class Calibrated:
         return (longer - self._product(largest, part.rows, resident=resident)) * self._slower(part.rows)
 
     def _slower(self, rows: float) -> float:
-        """Return the time of the largest measured LM head over that of its product alone, at least 1."""
+        """Return the measured time of the largest LM head, divided by the time of its product alone.
+
+        The result is at least 1, and 1 if no LM head was measured.
+
+        rows: number of rows of activations in both products.
+        """
         if self._head is None:
             return 1.0
         largest = self._head.largest
         return max(1.0, self._head(largest, rows) / self._product(largest, rows, resident=True))
 
     def _product(self, nbytes: float, rows: float, *, stored: str = "", resident: bool = False) -> float:
-        """Return the seconds of a product alone, with as many weights as take `nbytes` bytes if they are plain."""
+        """Return the seconds of a product alone.
+
+        Args:
+            nbytes: bytes that the weights take in the computation's dtype, from which their number follows.
+            rows: number of rows of activations.
+            stored: `COLUMNS` for transposed weights, empty for others.
+            resident: whether the weights stay in memory, where a device may have packed them.
+        """
         weights = nbytes / ITEM_BYTES[self.dtype]
         return self._products.seconds(self.dtype, weights, rows, stored=stored, resident=resident)
 

@@ -40,7 +40,7 @@ def changed(machine: Machine, changes: Sequence[str]) -> Machine:
 
     Raises:
         BadInput: the machine has no such part, the part has no such property, the value cannot be read or is
-            impossible, or a rate is to change whose costs were measured, and so do not follow from rates.
+            impossible, or the change is to a rate of a machine with measured costs, which do not follow from rates.
     """
     for change in changes:
         machine = _changed(machine, change)

@@ -13,7 +13,9 @@ Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Estimate of a rate that kernels or copies reach, or of a duration: the expected figure, and most programs' range.
+    """Estimate of a rate that kernels or copies reach, or of a duration: the expected figure, and a range around it.
+
+    The range from `low` to `high` holds the figures of most programs.
 
     Attributes:
         low, expected, high: ascending figures; for a rate, shares of the stated rate; for a duration, seconds.

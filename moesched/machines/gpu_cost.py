@@ -99,10 +99,10 @@ class GpuCosts:
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
 
     def _work_class(self, work: Work) -> str:
-        """Return the class of work under which the slowdowns that `work` causes were measured.
+        """Return the class of `work`, by which the measured slowdowns of other work beside `work` are found.
 
-        It is empty for work on the GPU, whose kernels slow down nothing elsewhere. If cache writes were not measured,
-        they have the class of other copies on the same link.
+        The class is empty for work on the GPU, whose kernels slow down nothing elsewhere. If cache writes were not
+        measured, they have the class of other copies on the same link.
         """
         if work.resource == self.machine.roles.accelerator:
             return ""

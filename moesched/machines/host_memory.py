@@ -68,10 +68,16 @@ def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
 
 
 def _channels(cpu: Cpu, sockets: int, given: Ram, ram: str | None) -> int:
-    """Return the number of memory channels in use: as given, or one per module; at most, and by default, all channels.
+    """Return the number of memory channels in use.
+
+    It is the number that `ram` states. If `ram` states only modules, each takes a channel, up to the channels of all
+    CPUs. If it states neither, all channels are in use.
 
     Args:
         given: the parsed text `ram`.
+
+    Raises:
+        BadInput: `ram` states more channels than the CPUs have.
     """
     most = sockets * cpu.channels
     if given.channels is None:

@@ -22,9 +22,10 @@ class WorkTimes(NamedTuple):
 
     Attributes:
         computing: time to compute, if memory took no time.
-        moving: time to move the bytes, if computing took no time.
-        holding: time to move the bytes at the rate that all users of the memory reach together.
-        working: time to compute and to move the bytes, which overlap.
+        moving: time to move the bytes at the rate that these kernels reach, if computing took no time.
+        holding: time for which the work uses up the memory's bandwidth: that of moving the bytes at the rate that all
+            users of the memory reach together; at most `moving`.
+        working: time to compute and to move the bytes. The two overlap, except where a power limit prevents it.
         fixed: time to start the kernels, and time of the host's handling of the result.
     """
 

@@ -102,7 +102,7 @@ def unified_machine(
     disk_bandwidth: float,
     description: str = "",
 ) -> Machine:
-    """Make a machine without an accelerator: its CPU has both roles, and weights come from the disk.
+    """Make a machine of a CPU, which is both its accelerator and its host; weights come from the disk.
 
     Args:
         memory, disk: sizes in bytes.
