@@ -25,7 +25,7 @@ class Gain(msgspec.Struct, frozen=True):
 
     Attributes:
         resource: name of the resource, such as "pcie bandwidth".
-        share: the relative increase of throughput; 0.05 is 5 %.
+        share: the relative increase of the bound or the rate, as `gains` says; 0.05 is 5 %.
     """
 
     resource: str
@@ -36,7 +36,7 @@ def gains(candidate: Candidate, schedule: Schedule) -> list[Gain]:
     """Return the gain from a tenth more of each resource, the largest first.
 
     Gains are increases of the candidate's bound on throughput or, if the plan is for one request, of a trial run's
-    rate.
+    rate. The list is empty if the bound does not hold for the policy.
     """
     setting = candidate.setting
     rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, schedule)
@@ -70,8 +70,8 @@ def _trials(setting: Setting, schedule: Schedule) -> Callable[[Setting], float]:
 def _richer(setting: Setting, schedule: Schedule) -> Iterator[tuple[str, Setting]]:
     """Yield each resource once, with a setting whose machine has a tenth more of the resource.
 
-    Resources are capacities of memories and rates of lanes; rates are left out if the machine's costs were measured,
-    since measured costs hold for one machine only.
+    Resources are capacities of memories, and rates of lanes. Rates are left out if the machine's costs were measured,
+    since measured costs hold for one machine only. If the plan is for one request, rates of idle lanes are left out.
     """
     machine = setting.machine
     for name in machine.memories:

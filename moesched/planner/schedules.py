@@ -118,7 +118,7 @@ class Schedules:
         If not all micro-batches fit, fewer are simulated.
 
         Args:
-            deep: whether to simulate all layers, instead of a few if a few are enough.
+            deep: whether to simulate all layers; otherwise a few are simulated, if they stand for all.
 
         Raises:
             BadInput: not even one micro-batch fits, or `point` has chunks that the user did not ask for and that the
@@ -134,7 +134,12 @@ class Schedules:
         return self._schedules[point, deep]
 
     def _simulated(self, point: SchedulePoint, deep: bool) -> Schedule:
-        """Simulate a schedule with the sizes `point`: all layers if `deep`, or if these have few tasks; else a few."""
+        """Simulate a schedule with the sizes `point`.
+
+        Args:
+            deep: whether to simulate all layers; otherwise a few are simulated, unless all layers have few tasks, or
+                no cut model's plan is like the whole model's.
+        """
         plan, policy = self._fitting(point)
         batch, setting = plan.batch, self._of(point)
         share = plan.kv.on_gpu if setting.splits_kv else None
@@ -215,7 +220,10 @@ def with_chunk(setting: Setting, chunk: int | None) -> Setting:
 
 
 def with_count(point: SchedulePoint, count: int) -> SchedulePoint:
-    """Return the sizes in `point` with `count` micro-batches, and an equal share of the KV cache on the accelerator."""
+    """Return the sizes in `point` with `count` micro-batches instead.
+
+    The share of the KV cache on the accelerator stays the same, up to the rounding to whole micro-batches.
+    """
     return point._replace(
         micro_batches=count, resident=resident_of(point.resident / point.micro_batches, count)
     )
@@ -227,6 +235,7 @@ def resident_of(share: float, count: int) -> float:
     The number is whole, except for a single micro-batch, whose cache is divided by layers.
 
     Args:
-        share: from 0 to 1, of `count` micro-batches.
+        share: share of the KV cache on the accelerator, from 0 to 1.
+        count: number of all micro-batches.
     """
     return share if count == 1 else round(share * count)

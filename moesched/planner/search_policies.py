@@ -52,7 +52,8 @@ class BestPlan(msgspec.Struct, frozen=True, kw_only=True):
         schedule: the plan's simulated schedule: sizes and predicted figures.
         attention_on_gpu, ffn_on_gpu: whether the GPU computes attention and the FFN in decode.
         bound_by: the busiest lane in a decode step; in the prefill if there is no decode step.
-        gains: relative increase of the bound for a tenth more of each resource, the largest first.
+        gains: relative increase of the throughput's bound, or of the rate of a single request, for a tenth more of
+            each resource, the largest first.
         ranking: all policies, the best first; those that do not fit are last.
         uncertainty: the band of the schedule's figures; None if it was not asked for.
     """
@@ -104,7 +105,8 @@ def plan_best(
 
     Args:
         lengths: prompt lengths in tokens; a batch has at most as many requests.
-        policies: policies to search, which take `settings`; by default all that one machine can run.
+        policies: policies to search; by default all that one machine can run.
+        settings: settings of the policies, by name; every policy in `policies` must take them.
         micro_batch_size: requests of a micro-batch; None to choose them.
         band: whether to find the uncertainty band of the best plan's figures.
         on_progress: called with the name of each stage of the search.
@@ -309,9 +311,10 @@ def _search_sizes(schedules: dict[Candidate, Schedule], on_progress: Callable[[s
 
 
 def _deepen(schedules: dict[Candidate, Schedule], on_progress: Callable[[str], object]) -> None:
-    """Simulate all layers of the best policy, of policies about as fast in a few layers, and of some others.
+    """Simulate all layers of the best policy, of its near rivals, and of some other policies, the fastest first.
 
-    The new schedules replace the old ones. The others follow in the order of their rates, up to a limit of tasks.
+    The new schedules replace the old ones. A near rival is about as fast as the best by the simulation of a few layers.
+    The others are those whose tasks together are within `MOST_FAR_TASKS`.
 
     Args:
         on_progress: called with the name of each stage.
@@ -356,7 +359,7 @@ def _needs_others(name: str) -> bool:
 
 
 def _nothing_fits(ranking: list[Ranked]) -> DoesNotFit:
-    """Return the error that no policy fits; its message names the bytes of the policy that lacks the least."""
+    """Return the error that no policy fits; its message names the policy that lacks the fewest bytes."""
     least = next((row for row in ranking if row.missing), None)
     if least is None:
         return DoesNotFit("; ".join(dict.fromkeys(row.why or "" for row in ranking)), ranking)

@@ -102,7 +102,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return found[0]
 
     def cost_of(self, plan: Plan) -> CostModel | None:
-        """Return the setting's cost model; None for a plan in pipeline stages, which have links of their own."""
+        """Return the setting's cost model; None for a pipeline, whose plan has a machine with more links."""
         return self.cost if len(plan.stages) == 1 else None
 
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:

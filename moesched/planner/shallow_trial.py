@@ -48,7 +48,7 @@ class Cut(NamedTuple):
 
         Args:
             most_steps: the largest number of steps to simulate, the prefill included.
-            prepared: plan and policy of the few layers, if they were planned already; a plan can run once.
+            prepared: plan and policy of the few layers, if they were planned already; a plan can run only once.
         """
         plan, policy = prepared or self.plan()
         return trial_run(plan, policy, self.setting.cost_of(plan), most_steps=most_steps).scaled(
@@ -60,9 +60,9 @@ class Cut(NamedTuple):
         return self.setting.plan(self.batch, self.budgets, self.share)
 
     def on(self, setting: Setting) -> Cut:
-        """Return the cut of the model for another setting, such as a faster machine.
+        """Return the same cut model in another setting, such as a faster machine.
 
-        The budget of each memory changes by `part` times the difference of the memory's budgets in both settings.
+        If a memory's budget is larger in the new setting, its budget here grows by `part` times the difference.
         """
         more = {
             name: self.part * (setting.capacity(name) - self.setting.capacity(name)) for name in self.budgets
@@ -95,8 +95,8 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
     """Plan a cut model with memory budgets in proportion to its number of layers; None if the plan does not fit.
 
     A pool that caches pages has slots in proportion to the number of layers; a pool through which pages stream has a
-    fixed number of slots. Budgets for caches are tried first. If the pools do not shrink with them, budgets for
-    streaming are taken.
+    fixed number of slots. Budgets are first computed as if all pools were caches. If the plan does not fit them, or its
+    pools are larger than in proportion, budgets are computed as if pages streamed through all pools.
 
     Args:
         setting: the setting of the cut model.
@@ -137,7 +137,7 @@ def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]
 
 
 def _pooled(plan: Plan) -> dict[str, int]:
-    """Return the bytes, by memory, of the slots of pools that are empty before the first step."""
+    """Return the bytes, by memory, of the pools' slots in which no page is loaded before the first step."""
     found = {name: -filled_bytes(plan, name) for name in plan.memories}
     for pool in plan.weights.pools:
         found[pool.memory.name] += pool.nbytes

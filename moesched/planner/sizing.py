@@ -160,10 +160,10 @@ def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> S
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
-    """Return the most tokens of a micro-batch that the KV cache can hold.
+    """Return the largest number of tokens that each micro-batch may have in the KV cache at the end.
 
-    The tokens fill the micro-batch's share of the bytes that are free or reserved for the cache. They are at least
-    those of the plan's largest micro-batch, and those of the longest request.
+    The number is an equal share of the bytes that are free or reserved for the cache. It is at least the number of the
+    plan's largest micro-batch, and that of the longest request alone.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))

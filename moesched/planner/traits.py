@@ -39,13 +39,13 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning: whether the GPU computes attention and the FFN in
-            decode; if the KV cache is split, the attention over the part on the host.
+            decode. If the policy splits the KV cache, `attention_on_gpu` is for the part of the cache on the host.
         kv_on_gpu: whether all of the KV cache is in the accelerator's memory.
         keeps: largest share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
         streams: whether the policy can keep a smaller share than `keeps` in this memory, and fetch the other weights.
         buffer: bytes of the accelerator's streaming buffer for each byte of a layer's streamed weights.
-        fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU, since
-            weights are then fetched in prefill only, whose fetches the bound may ignore.
+        fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU: then
+            weights are fetched in prefill only, and the bound leaves these fetches out.
         stages: number of accelerators in the policy's pipeline.
         joint: whether an expert runs once for all micro-batches, so that its weights are read once.
     """
@@ -64,10 +64,12 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one micro-batch.
 
+    In a pipeline, the seconds of link, accelerator and prefill are divided by the number of stages, which compute at
+    once; the stages share the host.
+
     Attributes:
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
-            without fetches of weights. In a pipeline, the seconds are divided by the number of stages, which compute at
-            once.
+            without fetches of weights.
         prefill: seconds of the accelerator for one layer of the prefill.
         nbytes: bytes of the micro-batch, by memory.
     """
@@ -253,7 +255,10 @@ class _MicroBatchWork:
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
-        """Return the work of `post_attention` in a kind of layer, and the kind's share of all layers as weight.
+        """Return the work of `post_attention` in a kind of layer, weighted by the kind's share of all layers.
+
+        If an expert runs on several micro-batches at once, the work is that of all of them, and the weight is divided
+        by their number.
 
         Args:
             works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
@@ -319,7 +324,7 @@ def _buffer(plan: Plan) -> float:
 
 
 def filled_bytes(plan: Plan, memory: str) -> int:
-    """Return the bytes of the slots of a memory's pools that are filled with weights before the first step."""
+    """Return the bytes of those slots of a memory's pools in which weights are loaded before the first step."""
     return sum(
         len(pages) * pool.slot_bytes for pool, pages in plan.weights.filled if pool.memory.name == memory
     )
@@ -358,7 +363,7 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
 
 
 def _at_depth(declared: Declared, layers: int) -> Declared:
-    """Return declarations for another number of layers, with an equal share of the KV cache on the accelerator."""
+    """Return declarations for another number of layers, with the same share of the KV cache on the accelerator."""
 
     here: Role = "accelerator"
 

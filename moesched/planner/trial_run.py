@@ -57,9 +57,9 @@ class TrialFigures(msgspec.Struct, frozen=True):
     tasks: int
 
     def scaled(self, factor: float) -> TrialFigures:
-        """Return the figures with all times multiplied by `factor`, for a model with `factor` times as many layers.
+        """Return the figures with all seconds multiplied by `factor`, for a model with `factor` times as many layers.
 
-        Other figures, such as utilization, do not change.
+        Other figures do not change: utilization, and all that describe the run itself, such as `prefill` and `tasks`.
         """
         return replace(
             self,
@@ -141,9 +141,12 @@ def trial_run(
 
 
 def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
-    """Return the number of steps of a trial run, at most `most`, and the tokens that count as generated before them.
+    """Return the number of steps of a trial run, and the number of decode steps that are skipped before its own.
 
-    These tokens put the decode steps in the middle of the generation, where KV caches have their mean length.
+    After the skipped steps, decode is in the middle of the generation, where KV caches have their mean length.
+
+    Args:
+        most: the largest number of steps, the prefill included.
     """
     steps = min(most, batch.new_tokens)
     return steps, max(0, (batch.new_tokens - steps) // 2)

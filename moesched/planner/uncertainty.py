@@ -154,7 +154,7 @@ class _Runs:
 
 
 class _WorkMeter:
-    """Observer that counts the tasks of each `Work` in a run's prefill and in its decode steps."""
+    """Observer that counts the tasks with the same `Work` object, in a run's prefill and in its decode steps."""
 
     def __init__(self) -> None:
         self._works: dict[Phase, dict[int, tuple[Work, int]]] = {"prefill": {}, "decode": {}}
@@ -172,7 +172,10 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """Return the change of task times under another cost model, as a share of the phase that changes most."""
+        """Return the sum of the changes of task times under another cost model, over the time of the whole phase.
+
+        Of prefill and decode, the result is for the phase that changes more.
+        """
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,
@@ -188,7 +191,7 @@ class _WorkMeter:
 
 
 def _captured(rank: Rank) -> CapturedRun | None:
-    """Capture a trial run of a rank's plan for replay; None if its schedule depends on computed values."""
+    """Capture a trial run of a rank's plan for replay; None if its schedule depends on times or computed values."""
     steps, age = steps_of(rank.plan.batch)
     run = assemble(rank, CapturingEngine, steps=steps, age=age)
     try:

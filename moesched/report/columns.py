@@ -1,4 +1,4 @@
-"""Converts a recorded run to columns of numbers from which a page's scripts draw: tasks, dependencies, waits, samples.
+"""Converts a run's tasks, dependencies, waits and samples to columns of numbers, from which a page's scripts draw.
 
 A task that ran is called a slice; slices are in order of their ends. Times are nanoseconds on the run's own clock.
 """
@@ -159,7 +159,7 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
     """Add columns with each task's last wait, and return the JSON value that refers to the columns.
 
-    There is a column for each field of `Wait`; the column of `why` (the reason) has indices of `WHY`.
+    There is a column for each field of `Wait`; the column of `why` (the reason) has positions in `WHY`.
     """
     waits = waits_of(recording)
     return {

@@ -29,7 +29,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The picture of a section's rows.
 
     Attributes:
-        kind: "lines", whose values `x` and `lines` give; "bars", "map" and "parts" are drawn for particular sections.
+        kind: "lines" for the lines in `lines`, over `x`; "bars", "map" or "parts" for the drawings of particular
+            sections, which take none of the other fields.
         x: key of a row's value on the x axis; or a format string, whose result labels the row's place on the x axis.
         y: label of the y axis.
         panels: key by whose values the rows are divided into panels; empty for a single panel.
@@ -51,17 +52,17 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table of a section's rows on a page, in one of three forms; cells are format strings for a row's values.
+    """The form of the table of a section's rows on a page, with format strings that are filled with a row's values.
 
-    By default each row is a line of the table, with the cells of `columns`.
+    There are three forms. By default, each row is a line of the table. With `down`, several rows share a line, in which
+    each has one cell. With `turned`, each row is a column.
 
     Attributes:
-        columns: format strings of the cells, by the columns' titles.
-        down: keys of a row; rows with equal values of these keys share a line, in which each row has one cell, `cell`,
-            in the column `title`. Empty for other forms.
-        title: format string of the title of a row's column, with `down`.
-        cell: format string of a row's cell, with `down`.
-        turned: format string of a column's title, for a table with a column for each row; empty for other forms.
+        columns: format strings of a line's cells, by the columns' titles; for the default form.
+        down: keys of a row's values; rows that are equal in all of them share a line. Empty for other forms.
+        title: with `down`, format string of the title of the column that has a row's cell.
+        cell: with `down`, format string of a row's cell.
+        turned: format string of the title of a row's column; empty for other forms.
     """
 
     columns: dict[str, str] = {}

@@ -43,7 +43,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def chunked(self) -> bool:
-        """True if a prompt is cut into several micro-batches of prefill."""
+        """True if the prompts of a micro-batch are cut into several chunks; False in continuous batching."""
         most, prompts = self.prefill_chunk, self.prompts
         return (most is not None and not self.served) and any(
             sum(prompts[request] for request in requests) > most for requests in self.micro_batches

@@ -94,11 +94,12 @@ def assign_requests(
 def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_request: int = 0) -> Batch:
     """Form the next batch from as many of the first requests as the sizes allow, balanced over micro-batches.
 
-    Requests are taken in order. If some do not fit in the cache, the batch ends before them, so that later requests do
-    not overtake them.
+    Requests are taken in order. If some do not fit in the cache, the last ones are left for later batches until all
+    others fit, so that no request overtakes an earlier one.
 
     Args:
         prompts: prompt lengths in tokens, by request.
+
     Raises:
         BadInput: a single request exceeds the cache of a micro-batch.
     """
@@ -127,6 +128,7 @@ def batches_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes) -> It
 
     Args:
         prompts: prompt lengths in tokens, by request.
+
     Raises:
         BadInput: a single request exceeds the cache of a micro-batch.
     """

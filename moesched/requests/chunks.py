@@ -72,8 +72,8 @@ def chunks_of_batch(
 def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) -> dict[int, Chunk]:
     """Return, for each micro-batch of continuous batching, the chunk of prompts that takes the most memory in one step.
 
-    The chunk has a part of each prompt of the micro-batch. The first part comes after `longest` tokens of its prompt;
-    the others begin their prompts, as at most one prompt may have begun before.
+    The chunk has an equal part of each prompt of the micro-batch. At most one prompt may have begun in an earlier step:
+    the first part follows `longest` tokens of its prompt, and each other part is the beginning of a prompt.
 
     Args:
         places: the requests of each micro-batch.

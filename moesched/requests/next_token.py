@@ -82,7 +82,8 @@ def traced(error: NotFinite, when: str, first_bad: str | None, dtype: str = "") 
     """Return the error about bad logits, extended by the step and the first tensor that is not finite.
 
     Args:
-        when, first_bad: the step and the tensor, in words; None if the step, computed again, has no such tensor.
+        when: the step, in words.
+        first_bad: the tensor, in words; None if the step, computed again, has no such tensor.
         dtype: dtype of the computation, which decides the remedy.
     """
     if first_bad is None:

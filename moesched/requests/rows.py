@@ -40,7 +40,10 @@ class Row(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """True if `sample` returns a token for this row; the token is dropped if the prompt goes on."""
+        """True if the step's `sample` task returns a token for this row.
+
+        If `samples` is False, the token only carries log probabilities of the prompt, and is dropped.
+        """
         return self.samples or self.following is not None
 
 

@@ -27,7 +27,8 @@ class _Table(NamedTuple):
 
     Attributes:
         experts: expert ids (`ORDERS` * experts,).
-        ends: running sums of the experts' shares, which start at n * (`top_k` + 1) in order n.
+        ends: the end of each expert's interval on a line, in the order of `experts`. An interval is as long as the
+            expert's share; those of the order n follow one another from n * (`top_k` + 1) to that plus `top_k`.
     """
 
     experts: Integers

@@ -124,8 +124,8 @@ def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> Non
     The check takes little memory beside the array. Layers without experts are not looked at.
 
     Raises:
-        BadInput: a row does not ascend, or has another number; the message names `where`, the row's token and its
-            layer.
+        BadInput: a row does not ascend, or has a number that is no expert of the model; the message names `where`, and
+            the row's token and layer.
     """
     routed = routed_layers(config)
     chosen_Nk = (chosen if len(routed) == config.layers else chosen[:, routed]).reshape(

@@ -5,8 +5,8 @@ The file is compressed by numpy (`numpy.load` reads it) and has these arrays:
     chosen          (tokens, layers, top_k), uint8 or uint16: expert ids, ascending; tokens in order of request and
                     position; zeros in layers without experts
     request_tokens  (requests,), int64: tokens of each request
-    prompt_tokens   (requests,), int64: tokens of each prompt, which are step 0; each later token is a step; 0 if it is
-                    not known, as in traces of some other tools
+    prompt_tokens   (requests,), int64: tokens of each prompt, all of which belong to step 0; each later token is a step
+                    of its own. An unknown number, as in traces of some other tools, is written as 0
     experts         (), int64: experts in a layer
     model           (), text: name of the model
 """
@@ -66,7 +66,7 @@ class RoutingTrace(NamedTuple):
     def _choices_in(self, layer: int) -> Integers:
         """Return the expert ids of all tokens in a layer, as a flat array (tokens * top_k,).
 
-        The array is empty if all ids are 0, as in a layer without experts.
+        The array is empty if top_k is above 1 and all ids are 0, as in a layer without experts.
         """
         chosen: Integers = self.chosen[:, layer].ravel()
         return chosen if self.chosen.shape[2] == 1 or chosen.any() else chosen[:0]

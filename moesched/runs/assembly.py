@@ -20,7 +20,7 @@ EngineType = TypeVar("EngineType", bound=Engine)
 
 
 class RankRun(NamedTuple, Generic[EngineType]):
-    """The parts of one rank's run, which a driver needs while the run goes on, and the report afterwards.
+    """The parts of one rank's run. The driver needs them during the run; the report is made from them afterwards.
 
     Attributes:
         rank: the rank's plan, policy and device.
@@ -82,7 +82,8 @@ def assemble(
         tokens: stop tokens, and the callback for new tokens.
         steps: number of steps to run; by default all of the plan's batch.
         age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
-        chosen: returns the rows of each expert that a task's tokens choose; None except in simulations with a routing.
+        chosen: takes a task, and returns the number of rows of each expert that the task's tokens choose; None for the
+            mean over all choices, and on hardware.
     """
     lanes = make_lanes(rank.plan, kinds)
     engine = make_engine(lanes.values())

@@ -28,8 +28,8 @@ class TokenHandling(NamedTuple):
     Attributes:
         stop_tokens: ids of tokens, each of which ends its request.
         on_tokens: called with a micro-batch's new tokens as {request: token}; None for no callback.
-        rows_apart: the device's function that takes a number of rows; it tests whether, in micro-batches of up to that
-            number, a row's bits are the same whatever the other rows are. None if they may depend on other rows.
+        rows_apart: the device's function that takes a number of rows, and tests whether the results of a row have the
+            same bits in all decode micro-batches of up to that number of rows. None if the bits may differ.
     """
 
     stop_tokens: Collection[int] = ()
@@ -143,7 +143,7 @@ class Generation:
         return checked_tokens(values, sequences, sample, self._device, least=0)
 
     def _rows_apart(self, rows: int) -> bool:
-        """Test whether sequences can leave a micro-batch of `rows` rows without changing the bits of its other rows.
+        """Test whether sequences can leave a micro-batch of `rows` rows, with the same bits in the others' results.
 
         With several beams, ranks or nodes they cannot leave: beams of a request stay together, and ranks need equal
         rows, since their kernels may treat different numbers of rows differently.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Base of listeners. Every method does nothing; a listener overrides those that it needs."""
+    """Base of listeners. Every method except `replayed` does nothing; a listener overrides those that it needs."""
 
     def opened(self, device: Device) -> None:
         """Called once the run's device is open, before any batch begins; of several ranks, with the first one's."""

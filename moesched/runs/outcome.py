@@ -54,11 +54,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneUse(msgspec.Struct, frozen=True):
-    """Use of a lane from the end of loading to the end of the last step; tasks that end later count, too.
+    """Use of a lane in all steps.
 
     Attributes:
-        busy_seconds: time that the lane ran tasks.
-        utilization: share of this period that the lane ran tasks.
+        busy_seconds: time that the lane ran tasks after loading; tasks that end after the last step count, too.
+        utilization: `busy_seconds` over the time from the end of loading to the end of the last step, at most 1.
     """
 
     busy_seconds: float
@@ -115,7 +115,7 @@ class ForecastUse(msgspec.Struct, frozen=True):
 
     Attributes:
         predictor: name of the predictor's class.
-        ahead: number of layers from the last layer in which the micro-batch was routed to the forecast layer.
+        ahead: number of layers from the micro-batch's last routed layer to the forecast one.
         forecasts: number of answers that were compared.
         chosen: number of experts that the router then chose.
         found: number of those experts that had been forecast.
@@ -335,15 +335,16 @@ def make_report(
 
 
 def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
-    """Return the bytes of a memory for all ranks of a run, given the bytes `nbytes` for one rank.
+    """Return the bytes to report for a memory of a run, of which one rank takes `nbytes`.
 
-    An accelerator's memory counts for one rank, as each rank has its own; the ranks share all other memories.
+    An accelerator's memory belongs to one rank, so `nbytes` is its figure. The ranks share all other memories, whose
+    figure is `nbytes` times the number of ranks.
     """
     return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
 
 
 def _peak_bytes(plan: Plan, peers: Sequence[Plan]) -> dict[str, int]:
-    """Return the peak of each memory in all plans, in bytes of all ranks."""
+    """Return the peak of each memory, the highest of all plans, counted as by `bytes_of_all_ranks`."""
     return {
         memory.name: bytes_of_all_ranks(
             plan, memory, max(each.memories[memory.name].peak for each in (plan, *peers))

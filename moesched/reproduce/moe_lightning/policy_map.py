@@ -30,7 +30,7 @@ AS_GOOD = 0.999
 
 
 def policy_map(paper: Paper, on_progress: Callable[[str], None]) -> Section:
-    """Make the section of Fig. 10: the best placement for each pair of a link's bandwidth and a CPU's factor."""
+    """Make the section of Fig. 10: the best placement for each pair of a link (`LINKS`) and a CPU (`RATIOS`)."""
     machine = at_peak(load_machine(MACHINE))
     layout = weight_layout(find_shape(MODEL))
     base = hierarchy_of(machine, layout.dtype)

@@ -1,4 +1,4 @@
-"""Factors that multiply the rates stated in a machine's profile; the paper does not give them."""
+"""Factors that multiply the rates stated in a machine's profile, to get rates that the paper does not give."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ def copies_over_compute(ratio: float | None) -> Machines:
     """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times as long as its run.
 
     Args:
-        ratio: time of the copy over time of the computation; None for a GPU that reads weights at its memory's
-            bandwidth.
+        ratio: time of the copy over time of the computation; None for the ratio that follows from the bandwidth of the
+            GPU's memory.
     """
 
     def changed(machine: Machine) -> Machine:

@@ -114,10 +114,13 @@ def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
 
 
 def _whole(name: str, numbers: object) -> tuple[int, ...]:
-    """Return whole numbers, also numpy's, as Python's own.
+    """Convert whole numbers of any type, such as numpy's, to Python's `int`.
 
     Args:
         name: the numbers' name in the error.
+
+    Raises:
+        BadInput: `numbers` are not whole numbers.
     """
     listed: list[Any] = list(numbers) if isinstance(numbers, Iterable) else [None]
     if not all(isinstance(each, Integral) for each in listed):
