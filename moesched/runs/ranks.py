@@ -92,7 +92,7 @@ class Devices(NamedTuple):
 def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> Process:
     """Measure the memory of this process before its first batch, when its devices are open and hold no weights.
 
-    ahead: bytes that this process has already allocated for weights; they do not count.
+    ahead: bytes of still empty blocks that this process has allocated for weights; they count in the peak only.
     """
     kernels = sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes))
     return Process(
@@ -118,7 +118,7 @@ def open_devices(
     """Open a device for each rank of the layout's model; close them at the end, after all batches.
 
     Raises:
-        BadInput: the model has several ranks, and the device cannot be one of them.
+        BadInput: the model is cut over several ranks, and the device cannot take the part of one (`JoinsRanks`).
     """
     ranks = layout.config.ranks
     with signals_held():

@@ -88,8 +88,10 @@ def first_node(
         kinds: the kind of each lane on the device, by the lane's name.
         peers: on a virtual clock, the notices of the other nodes; else empty.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
-        chosen: returns the rows of each expert that a task's tokens choose; None except in simulations with a routing.
-        device: name of the class of the device, whose tokens are checked; empty in a simulation, without a check.
+        chosen: returns, for a task, the number of rows of each expert that its tokens choose; None except in
+            simulations with a routing.
+        device: name of the device's class, for errors about the tokens that it samples; if it is empty, as in a
+            simulation, tokens are not checked.
     """
     plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}

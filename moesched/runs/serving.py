@@ -70,13 +70,14 @@ class Occupancy(msgspec.Struct):
     """Use of the micro-batches and the KV cache by requests. Each list has one number for each step.
 
     Attributes:
-        starts: the start of the step: the end of the step before, or of a time without requests. Nanoseconds, as
-            `times`.
-        times: the end of the step; nanoseconds since the first request could run.
+        starts: time at which the step began: when the step before it ended or, if no request could run then, when
+            the wait for a request ended. In nanoseconds, as `times`.
+        times: time at which the step ended; nanoseconds since the first request could run.
         held: tokens that the requests' cache blocks had room for at the end of the step, before ended requests freed
             theirs.
-        running: number of requests that had a place in a micro-batch then, those that ended with the step included.
-        waiting: number of requests that waited for a place.
+        running: number of requests that had a place in a micro-batch when the step ended, including those that ended
+            with it.
+        waiting: number of requests that waited for a place when the step ended.
     """
 
     starts: list[int] = []
@@ -114,10 +115,12 @@ class Serving:
         admission: chooses which waiting request gets a place next.
         stop_tokens: ids of tokens, each of which ends its request.
         listener: told of each token and each step; None for no listener.
-        keeps_history: whether to keep ended requests and the occupancy of all steps, instead of the last step's only.
+        keeps_history: whether to keep the requests that have ended and the occupancy of all steps; otherwise
+            `requests` loses each request as it ends, and `occupancy` has only the last step.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
         notices: sends the rows of each step to the other nodes; None if there are none.
-        device: name of the class of the device, whose tokens are checked; empty in a simulation, without a check.
+        device: name of the device's class, for errors about the tokens that it samples; if it is empty, as in a
+            simulation, tokens are not checked.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
@@ -300,7 +303,7 @@ class Serving:
     def _take(self, served: Served, token: int, now: int, *, is_part: bool) -> None:
         """Add a token to a request at the time `now` in nanoseconds, and end the request with its last token.
 
-        A token that stands for logits that are not finite ends the request, too.
+        The token `NO_TOKEN` says that the logits are not finite: it ends the request, and is not added.
 
         is_part: whether the step computed only a part of the prompt; then only log probabilities are kept.
         """

@@ -52,7 +52,8 @@ def request_times(
     Args:
         loaded: the end of loading; all times are nanoseconds.
         first_tokens: the time of each request's first token, by request.
-        sampled: for each decode step, the time at which each micro-batch that took part had its tokens, by micro-batch.
+        sampled: for each decode step, the time at which a micro-batch's tokens were sampled, by the micro-batch's
+            number; micro-batches that took no part are left out.
         tokens: the number of tokens that each request generated.
     """
     found = RequestTimes(*(_unknown(len(batch.prompts)) for _ in range(3)))

@@ -41,7 +41,8 @@ class VirtualRun:
         tokens: stop tokens, and the callback for new tokens.
         steps: number of steps to run; by default all of the batch.
         age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
-        chosen: returns the rows of each expert that a task's tokens choose; by default, the mean of uniform choices.
+        chosen: returns, for a task, the number of rows of each expert that its tokens choose; by default, costs are
+            the mean over tokens that choose experts uniformly.
 
     Attributes:
         rank_runs: lanes, engine, run state and generation of each rank.
@@ -98,7 +99,10 @@ class VirtualRun:
 
 
 def decided(decisions: Perform) -> dict[type[Task], Perform]:
-    """Return, for a run without a device, the function for each type of task: `decisions` for routing and sampling."""
+    """Return, by type of task, the functions that give the values of tasks in a run without a device.
+
+    They are `decisions` for routing, its previews and sampling; other tasks have no value.
+    """
     return dict.fromkeys((Decision, Preview), decisions)
 
 

@@ -1,8 +1,8 @@
 """The seams: protocols of everything that can be plugged in, with their promises.
 
 All of them are structural: no base class is needed. `moesched.testing` has conformance suites for plug-in authors.
-Three stand in packages below, which use them: cost models in `moesched.machines`, eviction rules in `moesched.steps`,
-and rules of admission in `moesched.serving`.
+Three are defined in lower packages that use them, and imported here: cost models in `moesched.machines`, eviction rules
+in `moesched.steps`, and rules of admission in `moesched.serving`.
 """
 
 from __future__ import annotations

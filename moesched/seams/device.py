@@ -80,7 +80,10 @@ class Device(Protocol):
 
     @property
     def streams(self) -> Streams | None:
-        """The issuer of tasks to lanes of kind "stream", on the driver's clock; None without such lanes."""
+        """The object that issues tasks to lanes of kind "stream"; None without such lanes.
+
+        The times of its tasks are on the driver's clock.
+        """
 
     def slot_bytes(self, page: Page) -> int:
         """Return the bytes that a page takes in a slot, at least `page.nbytes`; constant. Called before any `begin`."""
@@ -100,11 +103,13 @@ class Device(Protocol):
 
         Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
         starts when all its dependencies have ended. The value of `route`, `preview_route` and `post_attention` is the
-        number of rows of each expert that has any; if the plan requests router scores, the first two verbs add them
-        (`moesched.routing.ScoredTokens`). The value of `sample` is a list with the token of each sequence that ends its
-        prompt or decodes. Other verbs return None. Numbers are ints, or numpy's.
-        `run_expert` has the rows of `Task.expert_rows`; each row must get the same bits as if all rows of its
-        micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its rows.
+        number of rows of each expert that has any; if the plan requests router scores, the value of `route` and
+        `preview_route` has these too (`moesched.routing.ScoredTokens`). The value of `sample` is a list with the token
+        of each sequence that ends its prompt or decodes. Other verbs return None. Values may have numpy's numbers in
+        place of Python's.
+        A `run_expert` task computes the rows that `Task.expert_rows` names; each row must get the same bits as if all
+        rows of its micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its
+        rows.
 
         Raises:
             Exception: of any kind; the driver turns it into the task's failure, and ends the run.
@@ -171,7 +176,7 @@ class ChecksMachine(Protocol):
 
 @runtime_checkable
 class IsCalibrated(Protocol):
-    """A device class whose speed `moesched calibrate` measures, so that its runs are predicted."""
+    """A device class whose speed `moesched calibrate` measures, so that reports compare its runs with predictions."""
 
     @staticmethod
     def processors() -> str:
@@ -244,7 +249,10 @@ class HasOwnBytes(Protocol):
 
 @runtime_checkable
 class ReplaysGraphs(Protocol):
-    """A device that may replay graphs of kernels, whose results then stay in the device's memory."""
+    """A device that may replay graphs of kernels.
+
+    Replayed kernels keep their results in the device's memory, for which plans then reserve bytes.
+    """
 
     replays: bool
     """True if this device replays graphs; constant."""
@@ -267,9 +275,10 @@ class GivesScores(Protocol):
 
 @runtime_checkable
 class KeepsRowsApart(Protocol):
-    """A device that can leave sequences out of a micro-batch once they have ended.
+    """A device that says whether rows are computed apart from each other, so that ended sequences can be left out.
 
-    The operands of `embed` are the requests of the micro-batch in the step; a request once left out never comes back.
+    The operands of `embed` are the requests that are in the micro-batch in this step; a request that was left out never
+    comes back.
     """
 
     def rows_apart(self, rows: int) -> bool:

@@ -38,8 +38,9 @@ class RoutingObserver(Protocol):
     """Receives the choices of a model's routers on a device."""
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[np.int64]) -> None:
-        """Receive `experts_Tk`, the experts of some tokens: a row for each token of the spans in order, ascending.
+        """Receive `experts_Tk`: for each of T tokens, the k experts that its router chose, in ascending order.
 
+        The rows are the tokens of `spans`, in their order.
         Every token is reported once for each layer. Called from any thread, one call at a time.
         """
 
@@ -48,7 +49,8 @@ class ActivationObserver(Protocol):
     """Receives the experts' activations on a device."""
 
     def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
-        """Receive `values_nI`, an expert's values after SiLU, with a row for each of some tokens routed to it.
+        """Receive `values_nI`: SiLU(gate x) of one of the layer's experts, for n of the tokens that were routed to it.
 
+        I is the expert's inner size. The expert's number is not given, and its tokens may come in several calls.
         Called from any thread, possibly concurrently.
         """

@@ -61,7 +61,8 @@ class KeepsState(Protocol):
     """A policy class that declares whether an instance serves all batches of a run, one after the other.
 
     If `keeps_state` is True, `plan` is called once for each batch, and the instance's own state lasts from batch to
-    batch. Predictions schedule every step, since steps that look alike may differ later.
+    batch. Simulations of such a policy schedule every step and replay none, since even a step whose graph equals the
+    one before may be followed by a different one.
     """
 
     keeps_state: bool

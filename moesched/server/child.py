@@ -84,7 +84,10 @@ class _FromEngine(asyncio.Protocol):
 
 
 def end_of(process: subprocess.Popen[bytes]) -> str:
-    """Wait until a process that closed its output ends, or kill it after a while; return how it ended, in words."""
+    """Wait for the end of a process whose output is closed, and return in words how it ended.
+
+    If it goes on for more than `PATIENCE_SECONDS`, it is killed.
+    """
     try:
         code = process.wait(PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:

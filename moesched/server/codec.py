@@ -22,7 +22,8 @@ class Codec(Decodes, Protocol):
         """Return the token ids of a text.
 
         Args:
-            most: number of tokens; a text that has far more is refused. None for no limit.
+            most: the most tokens that the caller can use, so that a text with far more may be refused before all of it
+                is encoded; a text with a few more is encoded. None for no limit.
             bare: whether to add no special tokens.
         """
 

@@ -150,7 +150,10 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation; the fields after `name`, as in answers that clients send back, have to be empty."""
+    """A message of a conversation.
+
+    The fields after `name` are those of answers, which clients may send back as messages; they have to be empty.
+    """
 
     role: Role
     content: str | list[TextPart]

@@ -90,7 +90,10 @@ class Front:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def state(self, _: Request) -> Response:
-        """Answer /state with names, the fields of the engine's `State`, and the server's clock in seconds as `at`."""
+        """Answer /state with the names of model, policy and machine, and the fields of the engine's `State`.
+
+        The field `at` is the time on the server's monotonic clock, in seconds.
+        """
         ready = self._model.ready
         served = {"model": ready.model, "policy": ready.policy, "machine": ready.machine}
         return _json(served | {"at": time.monotonic()} | msgspec.structs.asdict(self._link.state))

@@ -103,7 +103,7 @@ class Gate:
         self._changed.set()
 
     def _retry_seconds(self, answers: int) -> int:
-        """Estimate the seconds until there is room for a number of answers, after those that were refused before."""
+        """Estimate the seconds until a number of answers find room, after all requests that were refused before."""
         now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:
             self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)

@@ -9,8 +9,9 @@ from typing import Any
 class GatheringTransport:
     """A transport that keeps what is written until the event loop's next turn, and sends it in one call.
 
-    A step of the engine gives each stream a token. A call that sends may wake the client's process, which takes longer
-    than to make the next stream's text; calls in direct succession wake the process only once.
+    A step of the engine gives each stream a token. A call that sends may wake the client's process, and waking it takes
+    longer than making the next stream's text. So all streams send in the next turn, one directly after the other: the
+    process is then woken only once.
 
     Args:
         transport: the transport that asyncio made.

@@ -104,7 +104,8 @@ class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
     Attributes:
         number: the request's number.
         token: the token's id.
-        ending: "stop" if a stop token ended the request, "length" if it has the most tokens; None if more follow.
+        ending: "stop" if a stop token ended the request, "length" if it has `Ask.new_tokens` tokens; None if more
+            follow.
         logprob: the token's log probability; None if not asked for.
         prompt: log probabilities of the prompt's tokens, with None for the first of them; only sent with the request's
             first token, and if asked for.

@@ -56,7 +56,7 @@ class Metrics:
 
     @contextmanager
     def timed(self, generation: AnswersInProgress) -> Iterator[None]:
-        """Count a request's prompt tokens at once, and its answer tokens when the context ends."""
+        """Count a request's tokens: those of its prompts when the context begins, those of its answers when it ends."""
         self._prompt_tokens.inc(generation.prompt_tokens)
         try:
             yield

@@ -87,11 +87,11 @@ class Model:
         return Prompt(self.codec.decode(prompt), prompt)
 
     def answer_tokens(self, asked: int | None, prompts: Sequence[Prompt], *, chat: bool) -> int:
-        """Return the most tokens of each answer.
+        """Return the largest number of tokens of each answer, at least 1.
 
         Args:
-            asked: the number that the request gives; None for the default, or as many as the prompt leaves room for if
-                that is less.
+            asked: the number that the request gives; None for the default, or for the room that the longest prompt
+                leaves, whichever is less.
             chat: whether the default is that of chats rather than of completions.
 
         Raises:

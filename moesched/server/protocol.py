@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connections with time limits, with errors in OpenAI's form, and with an end that clients see."""
+"""HTTP connections of uvicorn with time limits, OpenAI's form of errors, and a close that lets clients read answers."""
 
 from __future__ import annotations
 
@@ -117,13 +117,19 @@ class TimedProtocol(H11Protocol):
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
     def _read_ahead(self) -> None:
-        """Go on reading while a request is answered, to notice if the client leaves; uvicorn stops once more comes."""
+        """Go on reading while a request is answered, to notice if the client leaves.
+
+        uvicorn pauses reading once bytes of a further request come; up to `MOST_AHEAD` of them are read all the same.
+        """
         ahead, _ = self.conn.trailing_data
         if self.conn.their_state is h11.DONE and len(ahead) <= MOST_AHEAD:
             self.flow.resume_reading()
 
     def _expect_request(self) -> None:
-        """Start the timer if a request is arriving or awaited, else stop it; uvicorn times idle connections."""
+        """Start the request timer if a request is arriving or awaited, else stop it.
+
+        While uvicorn's own timer waits for a further request on an idle connection, the request timer does not run.
+        """
         under_way = self._lingering.drops or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not under_way or self.timeout_keep_alive_task is not None:
             _cancel(self._request_timer)
@@ -138,9 +144,9 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 class LingeringTransport:
-    """A transport that lets a client finish its request if the connection is closed before all of it has arrived.
+    """A transport that lets the client send the rest of its request if `close` comes before all of it has arrived.
 
-    It then sends no more, and drops the bytes that arrive. If they stayed unread, the system would reset the
+    The transport then sends no more, and drops the bytes that arrive. If they stayed unread, the system would reset the
     connection, and the client could lose its answer.
 
     Args:
@@ -166,7 +172,10 @@ class LingeringTransport:
         return self.drops or self._transport.is_closing()
 
     def close(self) -> None:
-        """Send the bytes that wait, and close the connection; within a request, drop the bytes that arrive instead."""
+        """Send the bytes that wait, and close the connection.
+
+        If the rest of a request is still to arrive, end only the sending side, and drop the bytes that arrive.
+        """
         if self.is_closing():
             return
         self.drops = self._is_within_request()

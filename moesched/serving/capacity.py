@@ -100,8 +100,8 @@ class Capacity(msgspec.Struct, frozen=True):
 def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
     """Return a capacity with the sizes of a batch, for requests of up to `context` tokens, prompt and answer together.
 
-    All micro-batches have room for the same number of requests. There may be more of them than in `sizes`, so that as
-    many as possible of the batch's requests have room: 16 requests in micro-batches of up to 6 become 4 of 4.
+    All micro-batches have room for the same number of requests. There may be more micro-batches than in `sizes`, so
+    that as many of the batch's requests as possible have room: 16 requests in micro-batches of up to 6 become 4 of 4.
     """
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
     places = _even_places(sizes.batch_size, sizes.micro_batches)
@@ -112,5 +112,5 @@ def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
 
 
 def _even_places(requests: int, least: int) -> int:
-    """Return a number of equal places that leaves out the fewest requests: `least` or more, but not twice as many."""
+    """Return the number of equal places that leaves out the fewest requests: at least `least`, but below twice that."""
     return min(range(least, min(2 * least, requests + 1)), key=lambda places: requests % places)

@@ -138,7 +138,7 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """For each workspace in which a GPU keeps a micro-batch's results from step to step, its number of rows."""
+        """Numbers of rows, one for each workspace in which a GPU keeps a micro-batch's results from step to step."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]

@@ -22,8 +22,8 @@ def devices_contend(plan: Plan) -> bool:
 def host_contends(plan: Plan) -> bool:
     """Test whether a plan's host computes with data in the memory that transfers to the accelerator also read.
 
-    False if the machine's profile has measured costs, or names no class of hardware for its processors: rates of such a
-    machine are used as they are.
+    False if the machine's profile has measured costs. False, too, if it names no class of hardware for any processor:
+    the rates in the profile then count in full, rather than as peaks of which a part is reached.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

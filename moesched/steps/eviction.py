@@ -86,10 +86,10 @@ class RuledPages:
             raise self._failed("used", [page], error) from error
 
     def use_all(self, pages: Sequence[Page], tokens: Mapping[int, int], step: int) -> None:
-        """Tell the rule that a task of the step `step` reads several pages, in their order.
+        """Tell the rule about each page that a task of the step `step` reads, in the order of `pages`.
 
         Args:
-            pages: a sequence that holds the pages.
+            pages: the pages to which the indices in `tokens` refer; it may have others, which are not read.
             tokens: the number of the task's rows for each page that it reads, by the page's index in `pages`.
         """
         used, index = self.rule.used, -1

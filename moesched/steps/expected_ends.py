@@ -134,7 +134,10 @@ class _Lookahead:
             before[lane].append(number)
 
     def _end(self, ended: list[int], now: int) -> None:
-        """End tasks at the time `now`, and later ones that need no lane; start those that can run then."""
+        """End the tasks `ended` at the time `now`, and release each task that then waits for no other.
+
+        A released task that needs no lane ends at this time as well: it is appended to `ended`.
+        """
         for number in ended:
             self._ends[number] = now
             for later in self._later[number]:
@@ -143,7 +146,7 @@ class _Lookahead:
                     self._release(later, now, ended)
 
     def _release(self, number: int, now: int, ended: list[int]) -> None:
-        """Queue on its lane a task that waits for no other; a join or a cancelled task is appended to `ended`."""
+        """Queue a task that waits for no other on its lane; if it is a join or cancelled, append it to `ended`."""
         task = self._tasks[number]
         if number in self.cancelled or isinstance(task, Join):
             ended.append(number)

@@ -1,4 +1,4 @@
-"""Tests for fixed decode steps: one accelerator computes everything, and nothing moves to or from its memory."""
+"""Fixed decode steps: one accelerator computes everything, and no weights or KV caches move to or from its memory."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Memory(ReadOnly):
 
 
 class OpenView(Protocol):
-    """The method of a view of weights that its slots use: a slot that is given another page closes its open views."""
+    """A view of weights, with the one method that slots call: a slot closes its views when it is given another page."""
 
     def close(self, engine: Engine) -> None:
         """End the view, and have the next writers of its slots wait for the tasks that read through it."""

@@ -30,7 +30,7 @@ class Plan(PlanFacts):
     """The object in which a policy declares its use of memory, and which describes the model, machine and batch.
 
     Args:
-        machine: the machine; capacities of its memories are the budgets of those that `budgets` omits.
+        machine: the machine; the budget of a memory that `budgets` does not name is its whole capacity.
         layout: the model's weights, cut into pages.
         batch: the requests.
         budgets: bytes by memory name.
@@ -89,8 +89,8 @@ class Plan(PlanFacts):
             layers: numbers of the layers; by default all.
 
         Raises:
-            PolicyError: a cache has a place already, or does not exist, or the memory holds no KV caches; or layers are
-                named, and the run searches with beams, whose caches are undivided.
+            PolicyError: a cache has a place already, or does not exist, or the memory holds no KV caches; or only some
+                layers are named, and the run searches with beams, whose caches are undivided.
         """
         role = role_named("place_kv", role, self.machine, KV_ROLES)
         chosen = None if layers is None else frozenset(layers)
@@ -130,11 +130,12 @@ class Plan(PlanFacts):
     def run_experts_on_host(self, *, resident: bool = False) -> None:
         """Have the host run experts as well, from weights in its own memory.
 
-        If weights come from the host's memory, it may run all experts that do not stay on an accelerator; otherwise,
-        those that `keep` placed on the host. Memory is reserved for the rows that go to the host and the outputs that
-        come back.
+        If weights come from the host's memory, the host may run all experts that do not stay on an accelerator;
+        otherwise, those that `keep` placed on the host. Memory is reserved for the rows that go to the host and the
+        outputs that come back.
 
-        resident: also run experts that stay on an accelerator, where a host with a memory of its own has all weights.
+        resident: whether the host may also run experts that stay on an accelerator. This has no effect unless weights
+            come from the host's memory, and the accelerator has another memory.
         """
         both = resident and self.machine.weights_on_host and not self.machine.unified
         both = both or self.declared.resident_experts_on_host

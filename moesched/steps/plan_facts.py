@@ -114,7 +114,7 @@ class PlanFacts(Declarations):
         return self.memories[self.machine.processors[processor].memory]
 
     def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
-        """Return the bytes of a memory that all declarations so far, and the needs of every policy, leave free.
+        """Return the bytes of a memory that stay free after the declarations so far and what every policy needs.
 
         Activations count for all micro-batches unless `limit_in_flight` is declared, and KV caches as soon as they have
         a place.
@@ -161,7 +161,8 @@ def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) ->
 
     Args:
         machine: the machine as in its profile; budgets can name only its memories.
-        written: the same machine, with a memory for each accelerator of a pipeline; all have the first one's budget.
+        written: the same machine, listed with a memory for each accelerator of a pipeline; each of these has the budget
+            of the accelerator's memory in `machine`.
         budgets: bytes by name of memory; memories that are not named have their whole capacity.
 
     Raises:

@@ -86,8 +86,8 @@ class PreviewAccuracy:
     def end_step(self) -> None:
         """Compare a step's pairs of forecast and routing, and drop their tasks; also called if a run ends in a step.
 
-        At the end of a step all routings are known, since experts cannot run before. The forecasts are known, too: a
-        routing overwrites what its previews read, and so ran after them.
+        At the end of a step all routings are known, since experts run only once their layer's routing is known. The
+        forecasts are known, too: a routing overwrites data that its previews read, so it waits for them.
         """
         for forecast, route in self._pairs:
             if route.state == DONE:

@@ -224,7 +224,7 @@ class Reservations(ReadOnly):
 
     @cached_property
     def _layer_caches(self) -> tuple[int, ...]:
-        """For each micro-batch, the bytes of its largest layer's KV cache at the end of the generation."""
+        """Bytes of the KV cache of one layer, the largest, at the end of the generation, for each micro-batch."""
         batch, kinds = self._batch, self._operations.kinds.values()
         longest = map(batch.unshared_at_end, batch.micro_batches)
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)

@@ -34,8 +34,8 @@ class RunState:
         lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
-        chosen: returns the rows of each expert that a task's tokens choose, in a simulation with a given routing; see
-            `Works`.
+        chosen: returns, for a task, the number of rows of each expert that its tokens choose, in a simulation with a
+            given routing; see `Works`.
 
     Attributes:
         micro_batches: the micro-batches of decode steps.
@@ -104,7 +104,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def micro_batch(self, number: int) -> MicroBatch:
-        """Return the micro-batch that tasks give this number: those of decode come first, then those of prefill."""
+        """Return the micro-batch that a task names in `Task.micro_batch`; decode's come before those of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 

@@ -1,4 +1,4 @@
-"""Verbs that are submitted as several tasks, or as one task whose cost is replaced."""
+"""Verbs that are submitted as several tasks, or as one task with the cost of the experts that its tokens choose."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def signature_of(data: str, task: Task) -> str:
 
 
 class ChosenExperts(SplitVerbs):
-    """Submits verbs in a simulation with a given routing, in which `post_attention` costs what chosen experts cost."""
+    """Submits verbs in a simulation with a given routing: `post_attention` costs what its tokens' experts cost."""
 
     def __init__(self, engine: Engine, works: Works) -> None:
         super().__init__(engine, works, {"post_attention": self._post_attention})

@@ -37,8 +37,8 @@ class Works:
     """Makes the `Work` objects of a run (FLOPs and bytes), and sets those of a micro-batch for each of its steps.
 
     Args:
-        chosen: returns the rows of each expert that a task's tokens choose, in a simulation with a given routing; None
-            to take the mean of tokens that choose experts uniformly.
+        chosen: returns, for a task, the number of rows of each expert that its tokens choose, in a simulation with a
+            given routing; None to take the mean over tokens that choose experts uniformly.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.

@@ -354,7 +354,7 @@ def _submit_kernels(
     after: Sequence[Task] = (),
     priority_class: int = DEMAND,
 ) -> Task:
-    """Submit a task: a transfer of pages with `priority_class`, any other task with `kernel_class`."""
+    """Submit a task; its priority class is `priority_class` if it is a transfer of pages, else `kernel_class`."""
     if not isinstance(task, PageTransfer):
         priority_class = kernel_class
     return submit(task, reads, writes, after, priority_class)
@@ -362,9 +362,10 @@ def _submit_kernels(
 
 @cache
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
-    """Return two lists: the progress that each verb needs, and the progress that it leaves, in layer 0, by verb number.
+    """Return two lists by verb number: the progress that each verb needs, and the progress that it leaves, in layer 0.
 
-    For `sample`, which is called with layer -1, the progress is that after all layers.
+    For another layer, add `STRIDE` times the layer's number. `sample` is called with layer -1; its progress in the
+    lists is such that this sum is the progress after all layers.
 
     Args:
         stride: the progress of a whole step.
