@@ -1,4 +1,4 @@
-"""Records edges between tasks on streams of one device, which the device itself enforces.
+"""Records edges between tasks on streams of one device; the device itself, not the engine, enforces these edges.
 
 A task is enqueued on its stream while tasks that it waits for may still run on other streams of the device. Such a task
 no longer waits on the host, but if one of the earlier tasks fails, the failure is still passed on to it.
@@ -69,7 +69,13 @@ def _wait_there(task: Task, other: Task) -> None:
 
 
 def wait_on_host(task: Task) -> bool:
-    """Have a task settle only after the tasks before it on its device; return whether one of these is unsettled."""
+    """Make a task wait, on the host, for those tasks before it on its device that are unsettled.
+
+    Thus the engine settles the task after them.
+
+    Returns:
+        whether there are any.
+    """
     unsettled = 0
     for other in before_on_device(task):
         if other.state < DONE:

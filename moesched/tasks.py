@@ -90,9 +90,10 @@ class Lane:
             tasks in the order of submission.
         domain: the device, if the lane is one of its streams; None for other lanes. The device itself keeps edges
             between its streams, so a task is handed to its stream once the tasks that it waits for were handed over.
-        depth: the largest number of tasks that are handed to the stream and have not ended.
-        depth_in_order: a limit of the same number that is at least `depth`: beyond `depth`, only the next task in
-            program order is handed over. Any other could hold up an earlier task that becomes ready meanwhile.
+        depth: the number of tasks in flight up to which any ready task may be handed to the stream. A task is in flight
+            if it was handed over and has not ended.
+        depth_in_order: the largest number of tasks in flight; `depth` if that is larger. From `depth` on, only the next
+            task in program order is handed over: another could delay an earlier task that becomes ready meanwhile.
 
     Attributes:
         in_order: whether the discipline is "in_order".
@@ -368,7 +369,9 @@ def story_of(task: Task, error: BaseException) -> str:
 
 
 def cancelled_by(task: Task) -> BaseException:
-    """Return the error of a task that needs the result of a lost task: the original failure, if there is one.
+    """Return the error of a task that needs the result of a lost task.
+
+    This is the failure by which the lost task failed or was cancelled; a new `TaskCancelled` if no failure caused that.
 
     task: the lost task, which failed or was cancelled.
     """

@@ -13,10 +13,10 @@ class WorkPart(NamedTuple):
     Attributes:
         operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with
             weights that stay in memory).
-        size: the size of one operation: bytes of weights; bytes moved by a transfer; FLOPs of a prompt's attention;
-            bytes of a KV head in a decode step's attention.
-        rows: the rows that the weights are multiplied with, one for each token (a mean if an expert's tokens are not
-            known); the pages of a transfer; or the KV heads of a decode step's attention.
+        size: the size of one operation: bytes of weights; without weights, bytes moved; for a transfer, bytes of each
+            page; for a prompt's attention, FLOPs; for a decode step's attention, bytes of each KV head.
+        rows: number of rows that the weights are multiplied with, one for each token (a mean if an expert's tokens are
+            not known); for a transfer, number of pages; for a decode step's attention, number of KV heads.
         times: the number of operations; if only its expected value is known, that may be a fraction.
         coded: pairs of the name of a coded storage format and the bytes of weights in it; other weights are not coded.
     """
@@ -36,8 +36,8 @@ class Demand(NamedTuple):
         shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
             decimals, so that similar tasks have equal shares.
         work_class: the class of work that the task belongs to, of those whose slowdowns were measured; empty for none.
-        slowed: this task's measured speed, relative to running alone, beside tasks of certain classes: pairs of the
-            classes' names, joined by `at_once`, and the speed.
+        slowed: the task's measured speeds while tasks of other classes run, relative to its speed alone: pairs of the
+            names of these classes, as one text made by `at_once`, and the speed.
         lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """

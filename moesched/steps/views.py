@@ -22,18 +22,20 @@ class View(Generic[K]):
     A view lasts until one of its slots is given another page. The transfer of that page waits for every kernel that
     read through the view.
 
-    In the engine a view is a join, a node of the task graph that stands for the transfers of all its pages: n kernels
-    that read n pages then need 2n edges instead of n². Where tasks are issued to streams there is no join, as edges
-    between tasks of one device cost the host nothing.
+    In the engine, a view of several pages that may be replaced is a join: a node of the task graph that stands for the
+    transfers of all these pages, so that n kernels that read n pages need 2n edges instead of n². Where tasks are
+    issued to streams there is no join, as edges between tasks of one device cost the host nothing.
 
     Attributes:
-        owner: the open views of the memory.
+        owner: the object with all open views of the same memory, which includes this one until it is closed.
         key: identifies the pages, such as (layer, expert).
         pages, slots: the pages, and the slot that holds each.
         bound: the weights in the form that the device's kernels read, set by the device; None before that.
-        noted: the last step in which a use was noted; always `LOADED` (-1) if every use in a step has to be noted.
-        used: the last step in which a kernel used it, at first the step in which it was opened.
-        moving: the slots whose pages may be replaced.
+        noted: the last step in which a use was noted, after which the other uses in that step need no note; always
+            `LOADED` (-1) if a pool's replacement rule counts every use.
+        used: for a view with a join, the last step in which a kernel read through it; at first, and always without a
+            join, the step in which the view was opened.
+        moving: those of `slots` whose pages may be replaced; the pages of all other slots stay for the whole run.
         block: the block of data that the join writes; None without a join.
         reads: the blocks that a kernel which reads through the view depends on.
     """
@@ -99,7 +101,7 @@ class Views(Generic[K]):
         self.open: dict[K, View[K]] = {}
 
     def show(self, key: K, engine: Engine, step: int) -> View[K]:
-        """Open and return a view of the key's pages, all of which must be in this memory, for a kernel of a step.
+        """Open a new view of a key's pages for a kernel of a step, and return it; no view of the key may be open.
 
         Raises:
             NotResident: a page is not in the memory.

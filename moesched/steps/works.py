@@ -96,7 +96,7 @@ class Works:
     def of_task(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
         """Return the `Work` of one kind of operation, with the rows and the layer of a task.
 
-        amount: returns FLOPs and bytes for a number of rows.
+        amount: returns FLOPs and bytes, given the costs of the layer's operations and the number of rows.
         """
         number = self.kind_of[task.layer]
         of_layer = partial(amount, self.kinds[number])
@@ -107,8 +107,8 @@ class Works:
     ) -> Work:
         """Return the `Work` of one kind of operation that runs all experts which the tokens of a task choose.
 
-        amount: returns FLOPs and bytes from the model's costs, the number of rows, and the rows of each expert that has
-            any; these are None if their mean is to be taken.
+        amount: returns FLOPs and bytes, given the costs of the layer's operations, the number of the task's rows, and
+            the number of rows of each chosen expert (None to take the mean for tokens that choose uniformly).
         """
         number, work = self.kind_of[task.layer], task.work
         operations = self.kinds[number]

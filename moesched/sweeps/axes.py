@@ -110,9 +110,10 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
 
 
 def merged(file: Sweep, options: Sweep) -> Sweep:
-    """Join the sweep of a file with the sweep of the command line, and add the default model and workload.
+    """Join the sweep of a file with the sweep of the command line.
 
-    An axis in `options` replaces the file's axis of the same name; so do prices, by machine.
+    An axis in `options` replaces the file's axis of the same name; so does the price of a machine. If neither gives a
+    model or a workload, the result has the default one.
 
     Raises:
         BadInput: no machine or no policy is given.

@@ -115,10 +115,12 @@ class Finder:
         ).hexdigest()[:_KEY_DIGITS]
 
     def require_budgets(self, names: Iterable[str]) -> None:
-        """Require that each name of a budget means a memory of some machine, page-locked memory, or the process.
+        """Require that each name of a budget is valid for at least one machine of the sweep.
+
+        Valid are the names of the machine's memories, "pinned" if it has page-locked memory, and "process".
 
         Raises:
-            BadInput: no machine has a memory of that name.
+            BadInput: a name is valid for no machine.
         """
         known = {PROCESS: None}
         for machine in self.found.machines.values():

@@ -25,7 +25,7 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of a line of results that tables and pictures show; in the file a line also has the report's other keys.
+    """A line of results, with the keys that tables and pictures need; in the file it also has the report's other keys.
 
     Attributes:
         key: hash of the simulation's inputs, the objects that they name, and the code.

@@ -271,7 +271,10 @@ def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line
 
 
 def _told(name: str, value: Any) -> str:
-    """Return an axis's value as text for a title; numbers and settings after the axis's name; empty for None."""
+    """Return an axis's value as text for a title, such as "mixtral-8x7b"; empty for None.
+
+    Values that are not text, and all values of tables, come after the name of the axis or key, such as "ahead 2".
+    """
     if value is None:
         return ""
     table, _, key = name.partition(".")

@@ -63,7 +63,7 @@ def decode_json(
 
 
 def _untyped(text: bytes) -> Any:
-    """Decode JSON to lists, mappings and scalars; None if it is malformed, or large."""
+    """Decode JSON to lists, mappings and scalars; None if it is malformed, or longer than `_MOST_AGAIN` bytes."""
     try:
         return msgspec.json.decode(text) if len(text) <= _MOST_AGAIN else None
     except DECODE_ERRORS:
@@ -141,7 +141,7 @@ def reason(error: BaseException, raw: object = None) -> str:
     """Return a decoder's error message, in simpler words for some errors.
 
     Args:
-        raw: the decoded lists, mappings and scalars, for the value at fault; None if they are unknown.
+        raw: the decoded lists, mappings and scalars, in which the value at fault is found; None if they are unknown.
     """
     if isinstance(error, RecursionError):
         return "it is nested too deep"

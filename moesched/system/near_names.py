@@ -13,12 +13,12 @@ def nearest_of(name: str, known: Iterable[str]) -> str | None:
 
 
 def with_nearest(name: str, known: Iterable[str], remedy: str) -> str:
-    """Return the remedy for an unknown name, after the question "did you mean …?" if a known name is similar.
+    """Return the remedy for an unknown name: `remedy`, after the question "did you mean …?" if a known name is similar.
 
-    Where the name is a list of known ones, the remedy is to give one of them.
+    If `name` consists of known names with commas between them, the result is the advice to give only one of them.
 
     Args:
-        remedy: the remedy without a similar name.
+        remedy: advice that does not depend on similar names, such as "choose one of a, b".
     """
     known = list(known)
     if all(part.strip() in known for part in name.split(",")):

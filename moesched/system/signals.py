@@ -74,7 +74,7 @@ class _Signals:
             self._call_after(INSIST_SECONDS, self._insist)
 
     def forget(self) -> None:
-        """Stop delivering the signal that came."""
+        """Regard the signal that came as delivered, and stop the timer that repeats the delivery or calls `insist`."""
         self._pending = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 

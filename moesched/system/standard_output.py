@@ -61,7 +61,7 @@ def command_output() -> TextIO:
 
 
 def abandon(stream: TextIO) -> None:
-    """Flush a stream if possible, and drop all else that is written to it: the interpreter's final flush would fail."""
+    """Flush a stream if possible, and drop all later output, so that the interpreter's flush at its end cannot fail."""
     with suppress(OSError, ValueError):
         stream.flush()
     with suppress(OSError, ValueError):

@@ -313,7 +313,7 @@ def check_policy(
 
 
 def _check_served(policies: Sequence[Policy], case: Case) -> None:
-    """Serve random requests that join and leave with a case's model and machine, and check their tokens.
+    """Serve random requests that join and leave a run of a case's model on its machine, and check their tokens.
 
     In about half of the cases, prompts are divided over several steps, if the plan allows it.
 

@@ -34,7 +34,7 @@ class RankRecord:
 
     Attributes:
         awaits: pairs of an awaited task's id and the number of tasks that the policy had submitted by then.
-        submit_delays: pairs of a task's id and the nanoseconds in which its lane was idle until it was submitted.
+        submit_delays: pairs of a task's id and its `Slice.submit_delay`, without tasks whose delay is -1.
         cancels: pairs of a cancelled task and the time.
         memories: the memories by name.
         filled: slots of pages that were filled by tasks which the recorder has dropped.
@@ -154,7 +154,9 @@ def _cancelled(
 
 
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
-    """Return the time and resources that tasks need, by `WorkKey`; waits, and tasks without known demand, are left out.
+    """Return the time and resources that tasks need, by `WorkKey`.
+
+    Tasks whose demand is unknown are left out, and so are tasks that only wait, such as for the next request.
 
     Args:
         sharing: whether demands keep the shares of resources by which the virtual clock slows down concurrent tasks.
@@ -213,7 +215,9 @@ class _Numbers:
 def _numbers(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
 ) -> list[_Numbers]:
-    """Return, for each rank, an object that finds the index in `tasks` of a task or of the tasks before a join, by id.
+    """Return, for each rank, an object that finds indices in `tasks` by id.
+
+    The id of a task gives the task's own index, the id of a join the indices of the tasks that the join depends on.
 
     Args:
         joins: the joins (tasks without work) of each rank, in program order.
@@ -276,7 +280,7 @@ def _memory(
 
 
 def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample]:
-    """Return samples of the pools' counts: at the start of each task before which they changed, and at the end."""
+    """Return samples of the pools' counts: for each change, at the start of the task submitted next; and at the end."""
     samples = []
     for rank, each in enumerate(ranks):
         if not each.pools:

@@ -95,8 +95,9 @@ class Slice(msgspec.Struct, gc=False):
         dispatch: time from the lane's receipt of the task to its start, in which the thread of the lane wakes up.
         launching: time from the start of a stream's task until the host had launched its last kernel, in which the
             stream may have waited for the host.
-        submit_delay: time in which the lane was idle until the policy submitted the task, counted from the end of the
-            task that the policy awaited last, or from the previous such submission; -1 if the lane was not idle.
+        submit_delay: for a task that had nothing to wait for when it was submitted, not even its lane, the time that
+            the policy took to submit it: since the end of the task that the policy awaited last or, if it submitted
+            other such tasks after that, since the last of these. -1 for other tasks.
         experts: numbers of rows by expert, for the experts that a router or a preview chose; None for other tasks.
     """
 

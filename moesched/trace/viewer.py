@@ -199,9 +199,9 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 def _without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
-    """Return a trace without the series of counters whose values are all zero; all other events stay as they are.
+    """Return a trace without those series of its counters that are always zero; all other events stay as they are.
 
-    A viewer draws a track for each counter.
+    A counter event has a value for each of the counter's series, and a viewer would draw a track for each of these.
 
     Args:
         data: the JSON of the trace.

@@ -80,9 +80,10 @@ def _candidates(
 
 
 def lacked_room(before: Slice, each: Slice) -> bool:
-    """Test whether the transfer `each` had to wait because `before` still used the weights that it overwrites.
+    """Test whether `each` had to wait for `before` because it overwrites weights that `before` used.
 
-    If not, `before` moved the same weights to the place from which the transfer reads them.
+    The result is False if `each` needed data from `before`: it moves no weights, or `before` moved the same weights to
+    the place from which `each` reads them.
     """
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))

@@ -65,12 +65,13 @@ class ExpertVerbs(Verbs):
         return task
 
     def preview_route(self, layer: int, micro_batch: int) -> Task:
-        """Norm and router of a later layer on a micro-batch's hidden state, between `route` and `combine`.
+        """Norm and router of a later layer, on the hidden state that `route` left in a micro-batch's present layer.
 
-        Await the handle for {expert: tokens}: a guess of what `route` will choose in `layer`, which does not affect
-        that choice (speculative expert loading, Eliseev and Mazur 2023). The dense pages of `layer` must be on the
-        accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Reports tell which share
-        of the routed experts had been forecast, by the number of layers ahead.
+        Submits this task, between `route` and `combine` of the present layer, and returns its handle. Await it for
+        {expert: tokens}: a guess of the experts that `route` will choose in `layer`, the later one. The guess does not
+        change that choice (speculative expert loading, Eliseev and Mazur 2023). The dense pages of `layer` must be on
+        the accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Reports tell which
+        share of the routed experts had been forecast, by the number of layers ahead.
         """
         batch = self._in_time(PREVIEW_ROUTE, layer, micro_batch)
         if self._state.stage_of[layer] is not batch.stage:
@@ -98,7 +99,8 @@ class ExpertVerbs(Verbs):
     def assign(self, layer: int, micro_batch: int, owners: Mapping[int, int]) -> None:
         """Assign each routed expert of the micro-batch to a node; call it with equal arguments on every node.
 
-        Required in a plan that places experts, once `route` was awaited. This node then runs only its own experts.
+        Call it after `route` was awaited, before any expert runs, if the plan places experts on nodes. This node then
+        runs only the experts that were assigned to it.
 
         owners: the node of each expert.
         """
@@ -119,7 +121,7 @@ class ExpertVerbs(Verbs):
     def offload_routed(self, layer: int, micro_batch: int) -> Task:
         """Copy a routed micro-batch's hidden states to the host, for all experts that are to run there.
 
-        The experts need not be known: this may be called before `route` was awaited.
+        It may be called before `route` was awaited, since it does not depend on the experts that `route` chooses.
         """
         batch = self._at(OFFLOAD_ROUTED, layer, micro_batch)
         if not self._state.plan.declared.experts_on_host:
@@ -205,8 +207,9 @@ class ExpertVerbs(Verbs):
         """One of this node's experts on a row of zeros, only to read its weights; the result is not used.
 
         Submits this task and returns its handle. The task belongs to the layer of a routed micro-batch, whose `combine`
-        waits for it. It serves busy full loading, and the spare quota of router-aided dynamic loading (section 4.2 of
-        the paper on a cluster of Apple silicon, RACS'24).
+        waits for it. Apple silicon's GPU driver unwires weights that were idle for a while, and takes long to wire them
+        again. Policies such as `ep_busy_full` and `ep_router_aided` avoid this: they warm experts that have no tokens
+        (section 4.2 of the paper on a cluster of Apple silicon, RACS'24).
         """
         batch = self._at(WARM_EXPERT, layer, micro_batch)
         if expert not in self._state.plan.layout.experts_of(layer):
@@ -273,21 +276,21 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an expert's output on the host, for `load_routed` or, in a memory shared by both, for `combine`."""
+        """Note an expert's output on the host, for `load_routed`; in a shared memory, also for `combine`."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:
             routing.outputs.append(output.block)
 
     def _pending(self, layer: int, expert: int, batch: MicroBatch, at: At) -> tuple[set[int], int]:
-        """Check that an expert has yet to run on rows of a micro-batch.
+        """Check that an expert may run now for a micro-batch.
 
         Returns:
             the set of the micro-batch's experts that have yet to run, and the number of tokens of `expert`.
 
         Raises:
-            OutOfOrder: the experts are not known or not assigned yet, `expert` has run, or has no tokens, or the rows
-                are not on the host that is to run it.
+            OutOfOrder: the routed experts are not known or not assigned yet; `expert` has no tokens, or has run; or
+                `at` is "host", and the micro-batch's hidden states were not copied to the host.
             PolicyError: the expert was assigned to another node.
         """
         routing, routed = batch.routing, batch.routing.decision

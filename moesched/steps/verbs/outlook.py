@@ -18,9 +18,10 @@ from moesched.tasks import DONE, Task
 class Outlook(Verbs):
     """Methods that answer questions about time; they submit no task, and need `Plan.request_times`.
 
-    Schedules that depend on the answers differ from run to run. Expected times come from the machine's cost model. They
-    are those of the tasks submitted so far, in the order in which lanes take them, each as fast as if it ran alone. On
-    CUDA, tasks that are on a stream already do not count.
+    Schedules that depend on the answers differ from run to run. To find expected times, the lanes are simulated with
+    the tasks that were submitted so far, in the order in which lanes take them; each task takes the time that it would
+    take alone, by the machine's cost model. On CUDA, tasks that are already on a stream are left out, except the one
+    that `seconds_until` asks about.
     """
 
     def arrived(self, page: Page, role: Role = "accelerator") -> bool:

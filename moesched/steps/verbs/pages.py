@@ -17,7 +17,7 @@ from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
 
 
 class PageVerbs(Verbs):
-    """The verbs that bring pages to pools and take them from there, and the pages of layers and experts."""
+    """The verbs that move pages into pools and drop them, and methods that return a layer's or an expert's pages."""
 
     def pages(self, layer: int) -> tuple[Page, ...]:
         """Return all pages of a layer."""
@@ -119,7 +119,7 @@ class PageVerbs(Verbs):
             self._add_own(verb, source)
 
     def _add_own(self, verb: str, pool: Pool) -> None:
-        """Check that a pool is of this run's plan, and remember that; the error names `verb`.
+        """Check that a pool is of this run's plan, and note it, so that it is not checked again; errors name `verb`.
 
         Raises:
             PolicyError: `pool` is of another plan, or is no pool.

@@ -59,8 +59,8 @@ class Verb:
         needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
         lane: the lane on which the verb's task runs; None for a verb without a task.
         task: the type of its task.
-        reads, writes: names of the blocks that its task reads and writes, as in `Blocks`; the verb's method adds the
-            blocks whose names `Blocks` lacks.
+        reads, writes: names of the blocks that its task reads and writes. A name of an attribute of `Blocks` stands for
+            that block; for each other name, such as "weights", the verb's method finds the blocks.
         when: when the verb is allowed: "exactly": only at the progress `needs`; "until": from the start of the step up
             to `needs`; "earlier": at `needs`, or in the same state of an earlier layer; "unsaved": from `needs` on,
             while keys and values wait to be moved to the host.

@@ -52,7 +52,7 @@ class Experts:
         return self._with_scores(self._choose(task, symbol("preview", task.layer, hidden, weights)))
 
     def offload_routed(self, task: Task, data: Access) -> None:
-        """Copy, in `data`, the hash of the rows that experts read to the host."""
+        """Copy, in `data`, the hash of the experts' input rows from the accelerator to the host."""
         j = task.micro_batch
         data.write((f"normed{self._batch.on_host}", j), data.read(("normed", j)))
 
@@ -70,7 +70,7 @@ class Experts:
         data.weights(task.operands)
 
     def load_routed(self, task: Task, data: Access) -> None:
-        """Copy, in `data`, the hashes of the output rows of experts that ran on the host to the accelerator."""
+        """Copy, in `data`, to the accelerator the hashes of the output rows that experts computed on the host."""
         j = task.micro_batch
         for e, rows in task.operands:
             for row in rows:
