@@ -15,7 +15,7 @@ from benchmarks.robustness._lagging_spans import minutes_of_tasks
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.at_once import library_of
 from moesched.devices.torch.cuda_streams import CudaStreams
-from moesched.devices.torch.stream_clock import PERIOD, StreamClock
+from moesched.devices.torch.stream_clock import PERIOD, REPORTED, StreamClock
 from moesched.tasks import Kernel, Lane, Task
 from moesched.work import Work
 
@@ -182,6 +182,16 @@ def test_times_that_are_told_are(reports: list[tuple[float, int, int]]) -> None:
         times = StreamClock(lambda: module.Event(enable_timing=True), gpu.streams.new_stream())
         for on_device, reckoned, told in reports:
             assert times.reported(on_device, reckoned) == told
+
+
+def test_a_time_before_all_that_are_remembered_is_told_as_it_is_reckoned() -> None:
+    with LaggingGpu() as gpu:
+        module = torch.get_device_module(GPU_DEVICE)
+        times = StreamClock(lambda: module.Event(enable_timing=True), gpu.streams.new_stream())
+        for number in range(1, 2 * REPORTED + 2):
+            times.reported(1000.0 * number, 1000 * number)
+        assert times.reported(500.0, 510) == 510
+        assert times.reported(2_000_000.0, 1_999_000) == 2_000_000
 
 
 def test_tasks_on_streams_and_on_the_host_have_times_that_fit_each_other() -> None:

@@ -456,7 +456,7 @@ def _destination(
             device = torch.device(DEVICE_TYPE) if isinstance(each, LaggingTensor) else each.device
             dtype = each.dtype
         elif isinstance(each, bool):
-            rest.setdefault("non_blocking", each)
+            rest.setdefault("copy" if "non_blocking" in rest else "non_blocking", each)
     return (None if device is None else torch.device(device)), dtype, rest
 
 

@@ -128,7 +128,8 @@ class StreamClock:
         for time, host_time in reported[max(0, place - 1) : place + 1]:
             if abs(time - device) < ALIKE:
                 return host_time
-        host = min(max(host, reported[place - 1][1]), reported[place][1])
+        least = reported[place - 1][1] if place else host
+        host = min(max(host, least), reported[place][1])
         reported.insert(place, (device, host))
         return host
 

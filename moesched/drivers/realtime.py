@@ -214,7 +214,7 @@ class RealtimeDriver:
     def _resume(self, run: PolicyCoroutine) -> None:
         engine = self._engines[run.rank]
         if run.awaited is not None:
-            engine.policy_since = run.awaited.end
+            engine.policy_since = max(engine.policy_since, run.awaited.end)
         run.resume()
         if run.awaited is not None:
             engine.policy_waits(run.awaited)

@@ -82,7 +82,7 @@ class Endpoint(ABC, Generic[Given]):
             with self._gate.entered(given.answers):
                 asked = await self.understand(given, user)
                 generation = AnswersInProgress(self._link, self.model.codec, asked.prompts, asked.wanted)
-                with _left_when_over(generation, receive), self._metrics.timed(generation):
+                with _left_when_over(generation, receive), self._metrics.counted(generation):
                     await self._answer(given, asked, generation, send)
         except ClientLeft:
             pass  # nobody reads an answer

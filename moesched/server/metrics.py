@@ -55,7 +55,7 @@ class Metrics:
         )
 
     @contextmanager
-    def timed(self, generation: AnswersInProgress) -> Iterator[None]:
+    def counted(self, generation: AnswersInProgress) -> Iterator[None]:
         """Count a request's tokens: those of its prompts when the context begins, those of its answers when it ends."""
         self._prompt_tokens.inc(generation.prompt_tokens)
         try:

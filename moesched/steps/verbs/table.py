@@ -94,11 +94,6 @@ class Verb:
         """Return the name of a progress that the verb needs or leaves, for messages: such as "routed"."""
         return PROGRESS[progress] if self.in_layer else OUTSIDE_LAYERS[progress]
 
-    @property
-    def copies(self) -> bool:
-        """True if the verb only copies data between accelerator and host; if they share a memory, it does nothing."""
-        return self.lane in ("to host", "from host")
-
 
 EMBED = Verb(
     "embed",
