@@ -124,7 +124,10 @@ class Described(NamedTuple):
         return str if str in self.kinds else self.kinds[0]
 
     def plain(self, value: Any) -> Any:
-        """Return a value, with numpy's number made Python's own, and a path made text if the option takes no path."""
+        """Return a value in Python's own type: a numpy number as an int or a float, other values unchanged.
+
+        A path becomes text if the option takes no path.
+        """
         if isinstance(value, PathLike) and Path not in self.kinds:
             return fspath(value)
         if self.kinds == (int,) and not isinstance(value, bool) and isinstance(value, Integral):
@@ -136,7 +139,8 @@ class Described(NamedTuple):
     def require(self, value: Any, title: str = "") -> None:
         """Raise BadInput if a value is of a wrong type or out of bounds.
 
-        title: the value's name in the message; by default the option's own.
+        Args:
+            title: the value's name in the message; empty for the option's own name.
         """
         is_number = self.kinds in ((int,), (float,))
         if not self._admits_type(value):

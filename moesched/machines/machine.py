@@ -126,7 +126,7 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The processor or memory that has each role, by name.
+    """The name of the processor or memory in each role.
 
     Attributes:
         accelerator, host: processors, which may be the same one.
@@ -177,8 +177,8 @@ class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         idle_seconds: idle time after which an array is unwired.
         first_bandwidth: bytes per second of wiring an array for the first time.
         again_bandwidth: bytes per second of wiring an array again.
-        prestacked: whether an expert's weights of all layers are one array, which the use by any layer keeps wired;
-            otherwise there is one array per layer.
+        prestacked: whether one array has an expert's weights of all layers, so that a use in any layer keeps the whole
+            array wired; otherwise each layer has an array of its own for the expert.
         standby: whether all arrays are wired before the first request, and stay wired until it comes.
     """
 
@@ -194,10 +194,12 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         operation: name as in `WorkPart.operation`; on a machine with a GPU also "product" for a matrix product, or
-            "dispatch" followed by a `Work.kind` for the time that the host takes to issue such a task.
+            "dispatch" followed by a `Work.kind` for the time that the host takes to issue such a task; on other
+            machines also "dispatch", the time from the end of a task to the start of the next one on its lane.
         size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
-            attention, bytes of a KV head.
-        seconds: time of the operation; for the dispatch of a copy, the copy's time less the link's time for its bytes.
+            attention, bytes that one KV head caches of one sequence.
+        seconds: time of the operation. For a dispatch on the GPU, the time of the whole task; on the host or a link,
+            the task's time less the time that its computation or its bytes take.
         dtype: dtype of activations and of plain weights; empty if it does not matter.
         format: storage format of coded (quantised) weights; empty for plain weights.
         rows: number of rows that are multiplied with the weights; for reads or transfers, their number; for a decode
@@ -220,7 +222,8 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Measured speed of one class of work while other classes run beside it.
 
     Attributes:
-        work: class of the slowed work: one of WORK_CLASSES, a link as "source->destination", or one of BY_THEMSELVES.
+        work: class of the slowed work: one of WORK_CLASSES, or a link as "source->destination"; in old files also one
+            of BY_THEMSELVES, which no prediction uses.
         beside: classes that run beside the slowed work, joined by " + " in alphabetical order.
         rate: speed of the slowed work, relative to running alone.
     """

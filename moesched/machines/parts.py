@@ -122,7 +122,8 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         channels: memory channels of 64 bits.
         pcie: generation of its PCIe lanes.
         lanes: PCIe lanes of one socket, for all GPUs together.
-        lanes_of_two: PCIe lanes of two sockets together, for all GPUs, if some lanes of each link it to the other.
+        lanes_of_two: PCIe lanes of two sockets together, for all GPUs, if some lanes connect the sockets to each other;
+            None if two sockets have twice `lanes`.
     """
 
     architecture: str
@@ -171,7 +172,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def named(self) -> dict[str, Mapping[str, Part]]:
-        """The parts that `moesched machine` accepts: for each option, without its dashes, the parts by name."""
+        """The parts that `moesched machine` accepts, by name, for each of its options "gpu", "chip" and "cpu"."""
         return {"gpu": self.gpus, "chip": self.chips, "cpu": self.cpus}
 
     def flops(self, part: Cpu | Chip) -> dict[str, float]:

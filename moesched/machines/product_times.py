@@ -57,7 +57,8 @@ class ProductTimes:
             rows: number of rows of activations.
             stored: quantised format of the weights; `COLUMNS` for plain transposed weights, empty for other plain
                 weights.
-            resident: whether the weights stay in memory, where a device may have packed them.
+            resident: whether the weights stay in memory; if products with such weights were measured, their times
+                count, since a device may rearrange such weights for faster products.
         """
         kinds = (RESIDENT_PRODUCT, PRODUCT) if resident else (PRODUCT,)
         surface = next(
@@ -69,9 +70,9 @@ class ProductTimes:
 class CodedCosts:
     """Costs of work on coded (quantised) weights, relative to work on equally many plain weights.
 
-    The costs follow from measured times of products. The matrices of a part count as one, since a call of the native
-    kernels multiplies by all of them. A format that was not measured takes the times of the format with the nearest
-    number of bits per weight.
+    The costs follow from measured times of products. All matrices of a `WorkPart` count as one matrix, since a call of
+    the native kernels multiplies by all of them. A format that was not measured takes the times of the format with the
+    nearest number of bits per weight.
 
     Args:
         points: costs measured on one processor.

@@ -11,14 +11,14 @@ from moesched.machines import AcceleratorGroup, Interconnect, Machine, Processor
 def rank_share(machine: Machine, ranks: int) -> Machine:
     """Return the machine as one of `ranks` accelerators sees it: its own memory and links, and a share of all else.
 
-    These are divided by the number of ranks: the host's FLOP/s, the rate at which it reads experts, the capacity and
-    bandwidth of all memories but the accelerator's, and the bandwidth of links between them. Latencies are not. Without
-    an interconnect, transfers between accelerators go up one link and down another, in pieces that overlap, through the
-    host's memory.
+    The host's FLOP/s, the rate at which it reads experts, the capacity and bandwidth of all memories but the
+    accelerator's, and the bandwidth of links between these memories are divided by the number of ranks; latencies are
+    not. Without an interconnect, transfers between accelerators go up one link and down another, in pieces that
+    overlap, through the host's memory.
 
     Raises:
-        BadInput: the machine has fewer accelerators, its costs were measured with one accelerator, or it has no link
-            between accelerators.
+        BadInput: the machine has fewer accelerators, or, for several ranks, its costs were measured (with one
+            accelerator), or it has neither an interconnect nor links to the host's memory and back.
     """
     count = machine.accelerator_group.count
     if not 1 <= ranks <= count:

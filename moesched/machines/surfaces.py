@@ -13,7 +13,8 @@ class Curve:
     """Function from x to seconds: straight lines between measured points (x, seconds), which are given in any order.
 
     Of several times at one x, the median counts. Below the first point, the first line continues down to half of the
-    first time. Above the last point, time grows at the average slope.
+    first time. Above the last point, time grows at the slope from the first to the last point, or stays the same
+    if that slope is negative. A single point's time counts at every x.
 
     Args:
         rising: whether a larger x never takes less time. Neighbouring times that fall, because of noise, are then
@@ -43,7 +44,8 @@ class Curve:
 class Surface:
     """Function from size and rows to the seconds of an operation.
 
-    The times at the given rows, from a curve for each measured size, are the points of a curve over sizes.
+    Each measured size has a curve over rows. The values of these curves at the given rows are the points of a curve
+    over sizes.
 
     More rows never take less time. Larger weights may take less, since a device uses more cores from some size on.
 

@@ -53,7 +53,8 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         rates: estimates by the names in WORDS.
-        tile_rows: least number of rows that kernels compute in a product of more than `few_rows` rows.
+        tile_rows: rows of a kernel's tile: a product of more than `few_rows`, but fewer than `tile_rows` rows takes as
+            many FLOPs as one of `tile_rows` rows.
         few_rows: the largest number of rows for which kernels read the weights once and compute no tiles.
         turns: share of the computing time, from 0 to 1, in which memory cannot be read because of the power limit; in
             the rest of the time, reading and computing overlap.
@@ -144,7 +145,8 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
     """Return the share of a link's stated bandwidth, from 0 to 1, that copies sustain.
 
     Args:
-        levels: by kind of copy, "low" or "high": the figure of its estimate to use instead of the expected one.
+        levels: for some kinds of copy, the figure of their estimates to use, "low" or "high"; all other kinds use the
+            expected figure.
     """
     kind = link_kind(machine, link)
     estimate = link.sustained or copies_of(machine).rates[kind]

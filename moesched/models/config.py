@@ -35,13 +35,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         stop_tokens: ids of tokens that end a sequence.
         dtype: the default dtype of computation.
         form: the architecture, by its key in `ARCHITECTURES`; it decides how checkpoints name tensors.
-        format: storage format of the weights, a key of `FORMATS`, which only simulations can use. With None, weights
-            are in the dtype of the computation, except for tensors listed in `formats` here and in the layers.
+        format: storage format of a simulated model's weights, as a key of `FORMATS`; devices do not run such models.
+            With None, weights are in the dtype of the computation, except for tensors listed in `formats` here and in
+            the layers.
         formats: pairs (name, storage format) of tensors outside the layers, for those that are kept in memory in
             another format than the dtype of the computation.
         expert_format: storage format of the experts; None if it is `format`. Ignored if `format` is None or "bf16".
         embedding_factor: number that multiplies the embeddings.
-        residual_factor: factor of the attention output that is added to the residual; for experts, see `Router.scale`.
+        residual_factor: number that multiplies the attention output before it is added to the residual; for expert
+            outputs, see `Router.scale`.
         logits_factor: number that multiplies the logits.
         unused_weights: number of weights in the published files that generating text does not need: extra prediction
             layers, and vision encoders.

@@ -218,7 +218,7 @@ class ConfigFile:
 
         Args:
             layers: number of layers.
-            kinds: the first layers, which repeat up to the number of layers.
+            kinds: the first layers; the model repeats them in this order up to its number of layers.
             particular: further fields of `ModelConfig`.
 
         Raises:

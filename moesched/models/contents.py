@@ -51,7 +51,7 @@ class Names:
         return self._published.get(name) or self._others.get(name)
 
     def is_extra(self, name: str) -> bool:
-        """Test whether a tensor with this name is not needed and may be skipped."""
+        """Test whether a tensor with this name may be skipped, since the model does not use it."""
         return self._extra is not None and self._extra.fullmatch(without_prefix(name)) is not None
 
 

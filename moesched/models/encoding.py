@@ -45,8 +45,8 @@ def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
 def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
     """Return, for each group, the weight that code 0 stands for.
 
-    It is the least weight of the group. It is 0 in a format without minimums, and at most 0 in one with integer
-    factors, which can only store minimums that are subtracted.
+    In a format without minimums, it is 0; in others, the least weight of the group. But a format with `factors` can
+    only subtract a minimum, so a positive one becomes 0.
 
     Args:
         groups: array (groups, weights of a group).

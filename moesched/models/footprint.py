@@ -61,7 +61,8 @@ def layer_bytes(operations: Operations, tokens: int) -> int:
 def exchanged_bytes(operations: Operations) -> int:
     """Return the bytes per token of memory for exchanges between nodes, in one layer.
 
-    The bytes hold a partial sum of expert outputs and the whole sum, and rows with their choices of experts.
+    There is room for two arrays of rows with the numbers and weights of their experts. The same room holds a partial
+    sum of expert outputs and the whole sum, which are smaller.
     """
     return 2 * operations.row_and_choices_bytes
 
@@ -97,7 +98,10 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_g
 
 
 def _coded_bytes(operations: Operations) -> int:
-    """Return the bytes of workspace of matrix products with coded weights: inputs, codes, and sums of groups."""
+    """Return the bytes of workspace of matrix products with coded weights, in float32.
+
+    The bytes hold input rows in pieces, the codes of some rows of weights, and the sums of products in each group.
+    """
     if not operations.config.coded_formats:
         return 0
     return EXPERTS_AT_ONCE * _FLOAT * (5 * CODED_ROWS * _widest(operations) + 4 * CODED_TILE)
@@ -125,12 +129,12 @@ def _widest(operations: Operations) -> int:
 
 
 def mask_bytes(tokens: int, cached: int) -> int:
-    """Return the bytes of the attention mask of a tile of queries.
+    """Return the bytes of the largest attention mask, which is for at most `QUERY_TILE` queries.
 
     The mask has one byte and one float for each pair of a query and a cached token.
 
     Args:
-        tokens: number of new tokens.
+        tokens: number of new tokens, each of which has a query.
         cached: number of cached tokens.
     """
     return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)

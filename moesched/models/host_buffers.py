@@ -1,6 +1,7 @@
 """Bytes of page-locked host memory through which data passes to and from an accelerator with its own memory.
 
-The accelerator copies from and to this memory on its own, so it is page-locked, in whole pages.
+The accelerator copies from and to this memory without the host's processor, so the memory is page-locked, in whole
+pages.
 """
 
 from __future__ import annotations

@@ -344,8 +344,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 def representative(pattern: tuple[Layer, ...], count: int) -> tuple[int, ...]:
     """Return the numbers of `count` layers, in which each kind has about its share of the pattern.
 
-    Each kind has at least one layer; the first layers of a kind are chosen. If `count` is less than the number of
-    kinds, the most frequent kinds have one layer each.
+    The first layers of each kind are chosen, and at least one of each kind. If there are more kinds than `count`, only
+    the most frequent kinds have a layer.
     """
     where: dict[Layer, list[int]] = {}
     for number, layer in enumerate(pattern):

@@ -156,8 +156,9 @@ def weight_layout(
 
     Args:
         dtype: dtype of the weights in memory; None for the model's own.
-        page_bytes: the most bytes of a page; None for the size of one expert. For an expert of more than 64 MiB, None
-            stands for the size with which the slots for its pages, all equally large, take the fewest bytes.
+        page_bytes: the most bytes of a page; None for the size of the largest expert. If that is more than 64 MiB, None
+            stands for a smaller size: the one with the least product of a page's bytes and the expert's number of
+            pages.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.

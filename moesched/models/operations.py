@@ -61,12 +61,15 @@ class Product(NamedTuple):
     coded: BytesByFormat
 
     def parts(self, operation: str, rows: float, resident: float, times: float = 1) -> tuple[WorkPart, ...]:
-        """Return `times` equal products as a part with resident weights and a part with others, without empty parts.
+        """Return `times` equal products as one part with resident weights and one with the other weights.
+
+        A part without products is left out.
 
         Args:
-            operation: name of the part with other weights; the other part's name is this name after "resident ".
+            operation: name of the part with the other weights; the part with resident weights is called "resident "
+                and this name.
             rows: number of rows of each product.
-            resident: share, from 0 to 1, of the weights that stay in the accelerator's memory.
+            resident: share, from 0 to 1, of the weights that are resident: they stay in the accelerator's memory.
             times: number of equal products.
         """
         parts = (
@@ -200,14 +203,15 @@ class AttentionOperations(Products):
         return Amount(tokens * attention.token_flops, states + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Return attention of one new token per sequence, in the form that a table of measured costs can price.
+        """Return the cost of attention of one new token per sequence, as a part that a table of costs can price.
 
         Args:
             seen: number of tokens attended to, of all sequences together.
             sequences: number of sequences.
 
         Returns:
-            A part whose size is the bytes of a KV head of one sequence, with one row for each KV head.
+            A part with one operation for each sequence. Its size is the mean bytes that one KV head caches of a
+            sequence, and its rows are the KV heads.
         """
         heads = self.layer.attention.cached_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
@@ -250,7 +254,10 @@ class ExpertOperations(Products):
         return _sum(Amount(flops, nbytes), Amount(more, moved, parts, self.shared_experts.kernel_rate))
 
     def preview_route(self, tokens: int) -> Amount:
-        """Return the cost, for `tokens` tokens, of a later layer's norm and router, with a WorkPart "route"."""
+        """Return the cost, for `tokens` tokens, of running a later layer's norm and router early.
+
+        Measured times of the operation "route" price the router's product.
+        """
         product = self.routing
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.feed_forward.experts)
         return Amount(flops, nbytes, product.parts("route", tokens, self.resident.dense))

@@ -64,7 +64,7 @@ def extra_names(config: ModelConfig) -> re.Pattern[str]:
 def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
     """Return the tensors that replace the experts' tensors in prestacked checkpoints, by their names in files.
 
-    By expert, each expert has one tensor of shape (layers, matrices, items of a matrix). By layer, each matrix of a
+    By expert, each expert has one tensor of shape (layers, matrices, elements of a matrix). By layer, each matrix of a
     layer has one tensor of shape (experts, rows, columns), as MLX's `gather_mm` takes it.
     """
     if by == "expert":

@@ -76,7 +76,7 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
 def _average_format(file: ConfigFile, keys: _Keys) -> str:
     """Return the storage format that the settings describe, as a key of `FORMATS`.
 
-    If the tool left attention unquantised, the format is one that only experts have.
+    If the tool left attention unquantised, the format is one in which only experts are quantised.
     """
     name = _format_of_matrices(file, keys)
     left_out = [

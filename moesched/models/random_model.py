@@ -247,8 +247,8 @@ def _normal_table(dtype: str) -> npt.NDArray[Any]:
     """Return 65,536 values that split a normal distribution into equal shares: float32, or bit patterns of bfloat16.
 
     A uniform 16-bit number is an index into this table, which is several times as fast as drawing and rounding normals.
-    Values are independent, so that matrices have full rank and differ from tensor to tensor. Only the tails beyond 4.3
-    standard deviations are missing.
+    Weights drawn in this way are independent, so that matrices have full rank and differ from tensor to tensor. Only
+    the tails beyond 4.3 standard deviations are missing.
     """
     normal = NormalDist(0.0, STANDARD_DEVIATION)
     values = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)], dtype=np.float32)

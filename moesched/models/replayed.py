@@ -52,7 +52,8 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
     Args:
         kept: for each allocation of scratch memory, its number of rows. A larger allocation does not replace a smaller
             one, which captured kernels still use.
-        decode: number of rows of the largest decode step, times the number of allocations for such steps.
+        decode: rows for which there is memory for partial results of attention: those of the largest decode step, or
+            several times as many if several allocations are kept for such steps.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}
@@ -82,6 +83,9 @@ def _parts_of_a_row(operations: Operations, longest: int) -> int:
 
 
 def _tables(operations: Operations) -> int:
-    """Return the bytes of `MOST_TABLES` tables of weights' addresses; half of them list a layer's experts."""
+    """Return the bytes of `MOST_TABLES` tables of weights' addresses.
+
+    Half of them list the same matrix of all experts of a layer, the others a single matrix.
+    """
     matrices = operations.config.routed.experts + 1
     return MOST_TABLES * matrices * _BLOCKS_OF_A_MATRIX * _BLOCK_BYTES // 2

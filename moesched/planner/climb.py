@@ -28,8 +28,8 @@ class Climb:
     """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
     Neighbouring sizes are simulated if their bound on throughput is high enough. Once a schedule was faster than its
-    bound, or held more requests than the bound allows, all neighbours are simulated, since bounds do not hold for such
-    a policy: it may place weights where memory is free, or fetch only chosen experts.
+    bound, or more micro-batches fitted than the bound had room for, all neighbours are simulated, since bounds do not
+    hold for such a policy: it may place weights where memory is free, or fetch only chosen experts.
 
     Args:
         ladder: allowed sizes of micro-batches, in requests and ascending order.
@@ -88,7 +88,7 @@ class Climb:
         return schedule
 
     def _uphill(self, found: Schedule, around: Callable[[Schedule], list[SchedulePoint]]) -> Schedule:
-        """Move to faster schedules until no neighbour may be better, or `MOST_PREVIEWS` neighbours were simulated.
+        """Move to faster schedules until no promising neighbour is left, or `MOST_PREVIEWS` neighbours were simulated.
 
         Args:
             around: a function that returns the sizes near those of a schedule.
@@ -152,12 +152,12 @@ class Climb:
         return points
 
     def _near(self, schedule: Schedule) -> list[SchedulePoint]:
-        """Return near neighbours: a few more or fewer micro-batches, micro-batches of other sizes, other cache shares.
+        """Return near neighbours: other numbers and sizes of micro-batches, and other shares of the KV cache.
 
         The number of micro-batches changes by a fifth; other sizes keep the number of requests. The share of the KV
         cache on the accelerator changes by a tenth of the micro-batches, or of the layers if there is only one
-        micro-batch. The last neighbour has a tenth more micro-batches, with their cache on the accelerator, in case the
-        host's memory is full.
+        micro-batch. The last neighbour adds a tenth to the number of micro-batches, and keeps the KV cache of the added
+        ones on the accelerator, in case the host's memory is full.
         """
         point, share = schedule.point, self._share(schedule)
         size, count = point.size, point.micro_batches

@@ -56,15 +56,15 @@ def cheap_tasks(objective: Objective) -> int:
 
 
 def close(objective: Objective) -> float:
-    """Return the ratio of two rates up to which estimates from a few layers cannot tell which of the two is higher."""
+    """Return the largest ratio of two rates at which estimates from a few layers may have them in the wrong order."""
     return 1.12 if objective == "throughput" else 1.15
 
 
 def rate(objective: Objective, trial: TrialFigures, batch: Batch) -> float:
     """Return the figure of a trial run that the objective maximises.
 
-    The figure is tokens per second for throughput, decode steps per second for latency, and runs per second for
-    interactive.
+    The figure is tokens per second for throughput, decode steps per second for latency, and whole answers (prefill and
+    all decode steps) per second for interactive.
     """
     if objective == "throughput":
         return trial.tokens_per_second(batch)

@@ -93,7 +93,8 @@ class Misfit(NamedTuple):
 
     Attributes:
         why: the reason, in words.
-        lacking: the setting for which missing bytes can be found; None if more bytes would not help.
+        lacking: the setting in which `row` looks for missing bytes; None if the policy could not be made, or if its own
+            code raised the error.
     """
 
     policy: str
@@ -130,7 +131,7 @@ def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) ->
     """Order the rows of a ranking, the best first.
 
     First come policies with all layers simulated, by rate; then estimates, whose order may be wrong; then policies that
-    cannot be planned, by missing bytes.
+    lack bytes, the fewest first; then policies that cannot be planned for another reason.
 
     Args:
         rows: pairs of a rate and the row of a policy that fits.

@@ -1,4 +1,4 @@
-"""Granite-MoE: constant factors multiply embeddings, attention scores, what layers add to the residual, and logits."""
+"""Granite-MoE: constant factors multiply embeddings, attention scores, outputs of attention and experts, and logits."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def build(file: ConfigFile, keys: LlamaLikeKeys, form: str, *kinds: Layer) -> Mo
 
     Args:
         form: key of the architecture in `ARCHITECTURES`.
-        kinds: the first layers, which repeat up to the number of layers.
+        kinds: the first layers; the model repeats them in this order up to its number of layers.
     """
     return file.build(
         keys,

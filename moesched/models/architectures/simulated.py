@@ -39,7 +39,7 @@ class SimulatedKeys(AliasedKeys, kw_only=True):
     Attributes:
         neutral: for each key that the simulation ignores, the values that it may have; any other value is refused.
         kinds: accepted entries of `layer_types`.
-        by_layer: keys whose value has one entry for each layer, or none at all.
+        by_layer: keys whose value is a list with one entry for each layer, or an empty list.
     """
 
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {"per_layer_config": ({},)}

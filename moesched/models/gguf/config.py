@@ -114,7 +114,7 @@ def _vocabulary_size(parts: GgufParts, embedding: FoundTensor, tokens: int, desc
 
 
 def _dtype(tensors: Iterable[FoundTensor]) -> str:
-    """Return the dtype that most bytes of matrices have; if these are coded, bfloat16, in which the model computes."""
+    """Return the dtype in which the model computes: that of most bytes of matrices, or bfloat16 if these are coded."""
     weights: Counter[str] = Counter()
     for found in tensors:
         if len(found.entry.shape) > 1:

@@ -32,8 +32,9 @@ def rope_scaling(
         truncate: YaRN's setting of this name, for which GGUF files have no key.
 
     Raises:
-        BadInput: the type of scaling is unknown, a further factor of the scaling is not 1, the files have both a type
-            and a tensor of factors, or this tensor is no vector of float32 with a factor for each pair.
+        BadInput: the type of scaling is unknown, one of the keys `attn_factor`, `yarn_attn_factor` and
+            `yarn_ext_factor` has another value than 1, the files have both a type and a tensor of factors, or this
+            tensor is no vector of float32 with a factor for each pair.
     """
     kind = keys.rotation_kind
     if kind not in KINDS:
