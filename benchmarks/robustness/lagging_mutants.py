@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -82,6 +83,9 @@ BENCHMARK = Benchmark(
 BENCHMARK.parser.add_argument(
     "--resume", action="store_true", help="keep what the result says of found mutants"
 )
+BENCHMARK.parser.add_argument(
+    "--processes", type=int, default=1, metavar="N", help="mutants at a time (default: 1)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,9 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, str] = {
         name: by for name, by in BENCHMARK.stored().get("found_by", {}).items() if name in MUTANTS
     }
-    for name in track(options.only, "mutants"):
-        if not (options.resume and found.get(name)):
-            found[name] = found_by(MUTANTS[name])
+    names = [name for name in options.only if not (options.resume and found.get(name))]
+    with ThreadPoolExecutor(options.processes) as pool:
+        futures = [pool.submit(found_by, MUTANTS[name]) for name in names]
+        for name, future in zip(names, track(futures, "mutants"), strict=True):
+            found[name] = future.result()
             print(f"{name}: {found[name] or 'NOT FOUND'}", flush=True)
             BENCHMARK.write(
                 {"mutants": len(found), "found": sum(map(bool, found.values())), "found_by": found}

@@ -29,9 +29,9 @@ class _Call:
 class OneThread:
     """Runs calls from all threads on one thread, one after the other.
 
-    Each call has a lock, which the caller waits for and which is released when the call has ended. An executor of the
-    standard library would take more than twice as long. Each call keeps its own result, so a caller that Ctrl-C
-    interrupts does not disturb the others.
+    Each call has a lock, which the caller waits for and which is released when the call has ended. Handing a call to an
+    executor of the standard library would take more than twice as long. Each call keeps its own result, so a caller
+    that Ctrl-C interrupts does not disturb the others.
     """
 
     def __init__(self, name: str) -> None:

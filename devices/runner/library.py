@@ -55,8 +55,8 @@ class Experts(Protocol):
 
         Args:
             routed: the router's result for the micro-batch's tokens.
-            read: function that makes the task's value: the number of rows of each expert that has any. Its arguments
-                are arrays on the host: the experts of each token, and then `tensors`.
+            read: function that computes the task's value on the host: the number of rows of each expert that has rows.
+                It takes arrays: the experts of each token, and then `tensors`.
             tensors: further results of the router, such as its scores.
 
         Returns:

@@ -167,7 +167,7 @@ class SessionOptions(CostOptions, DeviceOptions, PlannedOptions, WeightsOptions)
 
 
 class CallOptions(HelpsOptions, BandOptions, OutputOptions, GenerationOptions, PromptsOptions):
-    """The options of one call of a session."""
+    """The options of one call of `Session.run`, which generates text for a list of prompts."""
 
     expect: Annotated[
         bool,

@@ -44,7 +44,8 @@ class Calibrated:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by class of work, "low" or "high": the end of its range of measured speeds to use instead of the median.
+        levels: for some classes of work, the end of their ranges of measured speeds to use, "low" or "high"; all other
+            classes use the median.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.

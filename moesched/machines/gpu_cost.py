@@ -24,8 +24,8 @@ class GpuCosts:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by group of rates, "low" or "high": the figure of its estimates to use instead of the expected one. The
-            cost table's groups are "product" and "dispatch".
+        levels: for some groups of rates, the figure of their estimates to use, "low" or "high"; all other groups use
+            the expected figure. The cost table's groups are "product" and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:

@@ -47,7 +47,8 @@ class KernelTimes:
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: by group of rates, "low" or "high": the figure of its estimates to use instead of the expected one.
+        levels: for some groups of rates, the figure of their estimates to use, "low" or "high"; all other groups use
+            the expected figure.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class KernelTimes:
         return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
-        """Return the ratio of FLOPs that kernels compute, in whole tiles of rows, to FLOPs that the products need."""
+        """Return the FLOPs that kernels compute over those the products need; a tile has a least number of rows."""
         least, few = self._class.tile_rows, self._class.few_rows
         asked = computed = 0.0
         for part in products:

@@ -103,7 +103,10 @@ def copies_of(machine: Machine) -> DeviceClass:
 
 
 def is_rated(machine: Machine) -> bool:
-    """Test whether the machine's stated rates are peaks: they are if any of its processors names a class of device."""
+    """Test whether the rates that a machine states are peaks, as data sheets have them, and not measured rates.
+
+    They are peaks if the description of any of its processors has a class of device.
+    """
     return any(processor.device_class for processor in machine.processors.values())
 
 

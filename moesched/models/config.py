@@ -27,7 +27,7 @@ ITEM_BYTES = {name: STORED_FORMATS[name].block_bytes for name in PLAIN}
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The shape of a model: a description of each layer, and what all layers share.
 
-    Sizes are in elements. A dense model has one expert and no router if it is to run on devices.
+    Sizes are in elements. To run on devices, a dense model is described as having one expert and no router.
 
     Attributes:
         pattern: the layers, from first to last.

@@ -39,8 +39,8 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
         gpus: the GPUs that torch can use.
         peak: the largest number of bytes that this process had allocated on the first GPU.
         lockable: bytes of the host's memory that CUDA could lock in a trial; None without a trial.
-        mapping: the reason why CUDA cannot register files in the page cache, with the remedy; empty if it can, None
-            without a trial.
+        mapping: the reason why CUDA cannot page-lock files that are mapped into memory, with the remedy; empty if it
+            can, None without a trial.
     """
 
     torch: str
