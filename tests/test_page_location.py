@@ -18,7 +18,7 @@ FILE = Path("model.safetensors")
 class Unread:
     """A file of weights that nobody reads."""
 
-    path, caching = FILE, "bypassed"
+    path, caching, descriptor = FILE, "bypassed", -1
 
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         raise AssertionError("a location is computed")

@@ -16,7 +16,7 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 15
+VERSION = 16
 """The version of the C functions' signatures; a library that returns another version is not used."""
 
 _CALLS = tuple(
@@ -89,6 +89,12 @@ def _declare(library: Library) -> None:
         getattr(library, function).argtypes = [pointer, pointer]
     library.moesched_copy.restype = None
     library.moesched_copy.argtypes = [pointer, pointer, number]
+    library.moesched_new_reads.restype = pointer
+    library.moesched_new_reads.argtypes = [ctypes.c_int]
+    library.moesched_free_reads.restype = None
+    library.moesched_free_reads.argtypes = [pointer]
+    library.moesched_read.restype = None
+    library.moesched_read.argtypes = [pointer, pointer, number]
     library.moesched_combine.restype = None
     library.moesched_combine.argtypes = [number, number, number, *[pointer] * 5]
     library.moesched_join_mxfp4.restype = None

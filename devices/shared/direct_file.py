@@ -8,10 +8,12 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from moesched.errors import BadInput, MoeschedError
+from moesched.models.checkpoint import Blocks
 
 from .arena import ALIGNMENT, round_down
 
@@ -83,6 +85,11 @@ class DirectFile:
             self.close()
             raise BadInput(f"cannot open {path}: {error.strerror}; restore it or its permissions") from error
 
+    @property
+    def descriptor(self) -> int:
+        """Descriptor for reads past the page cache, -1 if there is none, or if `ways` are not this system's."""
+        return self._descriptor if self.caching == "bypassed" and self._ways is HERE else -1
+
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         """Fill `into` with the file's bytes from `offset` on; returns the number of bytes read.
 
@@ -145,6 +152,30 @@ class DirectFile:
         )
 
 
+@dataclass(slots=True)
+class BlockRead:
+    """A read of consecutive blocks of a file; calling it reads them, and returns the number of bytes read.
+
+    Attributes:
+        file: the file; this and the next three are as for `DirectFile.read`.
+        note: function to call with the number of bytes read; None for no function.
+        cached: True to take from the page cache the bytes that it has.
+    """
+
+    file: Blocks
+    into: memoryview
+    offset: int
+    needed: int
+    note: Callable[[int], object] | None = None
+    cached: bool = False
+
+    def __call__(self) -> int:
+        nbytes = self.file.read(self.into, self.offset, self.needed, cached=self.cached)
+        if self.note is not None:
+            self.note(nbytes)
+        return nbytes
+
+
 def parts_of(into: memoryview, offset: int, needed: int) -> Iterator[tuple[memoryview, int, int]]:
     """Cut a `DirectFile.read` into reads of at most 1 MiB; yields the arguments (into, offset, needed) of each read."""
     for start in range(0, len(into), MOST_BYTES):
@@ -156,6 +187,7 @@ class AbsentFile:
     """A stand-in for a file of which only the header is on this machine; every read of it fails."""
 
     caching: Caching = "bypassed"
+    descriptor = -1
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -23,7 +23,7 @@ from moesched.system.memory_ahead import MemoryAhead
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .coded import Block, CodedRows
-from .direct_file import AbsentFile, DirectFile, parts_of
+from .direct_file import AbsentFile, BlockRead, DirectFile, parts_of
 from .mxfp4_rows import Join, join_by_arrays, read_joined
 from .page_location import PageLocation, byte_range, locate, pieces_of
 
@@ -188,7 +188,7 @@ class PageReader:
             return [partial(self._read_converted, page, slot)]
         memory = slot.numpy().data
         return [
-            partial(self._read_blocks, run.file, *part, cached)
+            BlockRead(run.file, *part, self._count, cached)
             for run in location.runs
             for part in parts_of(memory[run.at : run.at + run.nbytes], run.offset, run.needed)
         ]
@@ -216,11 +216,6 @@ class PageReader:
         start, end = byte_range(stored, rows)
         buffer = aligned_bytes(min(CHUNK_BYTES, end - start) + 2 * ALIGNMENT)
         self._count(self._convert(stored, rows, out, buffer, cached=True))
-
-    def _read_blocks(self, file: Blocks, into: memoryview, offset: int, needed: int, cached: bool) -> int:
-        nbytes = file.read(into, offset, needed, cached=cached)
-        self._count(nbytes)
-        return nbytes
 
     def _read_converted(self, page: Page, slot: torch.Tensor) -> int:
         buffer, nbytes = self._own_buffer(), 0

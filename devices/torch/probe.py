@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -16,12 +15,11 @@ from moesched.models.tensor_sizes import COLUMNS
 from ..kernels.samples import coded_block
 from ..kernels.timed_products import TimedProducts
 from ..products.crossover import forget
-from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes, round_down
 from ..shared.coded import CodedRows
-from ..shared.direct_file import DirectFile, parts_of
+from ..shared.direct_file import BlockRead, DirectFile, parts_of
 from ..shared.page_reader import DTYPES
-from .weights import READS_IN_FLIGHT
+from .disk_reads import DiskReads
 
 Call = Callable[[], object]
 
@@ -46,7 +44,7 @@ class TorchProbe:
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._readers = Team(READS_IN_FLIGHT)
+        self._readers = DiskReads()
         self._files: dict[Path, DirectFile] = {}
         forget()
         self._products = TimedProducts(threads)
@@ -105,7 +103,7 @@ class TorchProbe:
         slots = [pool.slot(index).numpy().data for index in range(pieces)]
         offsets = cycle(range(0, round_down(path.stat().st_size - nbytes) + 1, nbytes))
         return lambda: self._readers.run(
-            [partial(file.read, *part) for slot in slots for part in parts_of(slot, next(offsets), nbytes)]
+            [BlockRead(file, *part) for slot in slots for part in parts_of(slot, next(offsets), nbytes)]
         )
 
     def stream(self, nbytes: int) -> Call:

@@ -21,10 +21,10 @@ from moesched.tasks import PageTransfer
 from ..kernels.layer_weights import Weights
 from ..native.mxfp4_files import fastest_join
 from ..products.linear import NamedBlocks, Tensor, joined
-from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes
 from ..shared.page_reader import PageReader
 from .compute import Compute
+from .disk_reads import DiskReads
 from .home_pages import HomePages
 from .locked_memory import locked_bytes, locked_if_possible
 from .mapped_pages import MappedPages
@@ -36,9 +36,6 @@ MOST_ARRANGING = 3
 
 MOST_COPYING = 8
 """Largest number of threads that read pages for a GPU; a single one does not reach the rate of the page cache."""
-
-READS_IN_FLIGHT = 8
-"""Number of reads of one transfer at a time, so that the disk has work while a thread waits for a busy core."""
 
 MOST_PLACES = 4096
 """Largest number of combinations of slots for which a number of weights is kept; streamed weights reuse the slots."""
@@ -84,7 +81,7 @@ class WeightStore:
         self._numbers: dict[Hashable, int] = {}
         """For each description of a layer with each combination of addresses, the number of the first weights there."""
         self._host = ""
-        self._reading: Team | None = None
+        self._reading: DiskReads | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -163,7 +160,7 @@ class WeightStore:
                 self._mapped.bring(page, slot)
             return
         if self._reading is None:
-            self._reading = Team(READS_IN_FLIGHT)
+            self._reading = DiskReads()
         self._reading.run(
             [read for page, slot in pairs for read in self.reader.reads(page, self.bytes(slot))]
         )

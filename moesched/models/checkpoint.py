@@ -97,6 +97,10 @@ class Blocks(Protocol):
     def caching(self) -> str:
         """Effect of reads on the operating system's page cache: "bypassed", "dropped" after the read, or "kept"."""
 
+    @property
+    def descriptor(self) -> int:
+        """Descriptor of the file for reads past the page cache, as many at once as wanted; -1 if there is none."""
+
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         """Read bytes of the file from `offset` on into the buffer `into`, and return the number of bytes read.
 
