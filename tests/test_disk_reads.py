@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesched.devices.shared.arena import ALIGNMENT, aligned_bytes
-from moesched.devices.shared.direct_file import BlockRead, DirectFile
+from moesched.devices.shared.direct_file import BlockRead, DirectFile, parts_of
 from moesched.devices.torch.disk_reads import DiskReads
 from moesched.errors import MoeschedError
 
@@ -116,3 +116,26 @@ def test_several_threads_may_read_at_once(reads: DiskReads, path: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        pytest.skip("this system has no file system in memory")
+    path = folder / f"moesched-test-{os.getpid()}"
+    path.write_bytes(Random(2).randbytes(8 << 20))
+    yield path
+    path.unlink()
+
+
+def test_threads_read_where_the_system_makes_each_read_while_it_is_started(in_memory: Path) -> None:
+    content = in_memory.read_bytes()
+    with closing(DiskReads()) as reads, closing(DirectFile(in_memory)) as file:
+        if not reads.queued or file.descriptor < 0:
+            pytest.skip("this system queues no reads of such files")
+        for _ in range(10):
+            memory = aligned_bytes(len(content)).numpy().data
+            reads.run([BlockRead(file, *part) for part in parts_of(memory, 0, len(content))])
+            assert memory == content
+        assert not reads.queued

@@ -93,7 +93,6 @@ def _declare(library: Library) -> None:
     library.moesched_new_reads.argtypes = [ctypes.c_int]
     library.moesched_free_reads.restype = None
     library.moesched_free_reads.argtypes = [pointer]
-    library.moesched_read.restype = None
     library.moesched_read.argtypes = [pointer, pointer, number]
     library.moesched_combine.restype = None
     library.moesched_combine.argtypes = [number, number, number, *[pointer] * 5]

@@ -14,9 +14,13 @@ typedef struct {
 #ifdef __linux__
 #include <linux/aio_abi.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { MOST_AT_ONCE = 64 };
+enum {
+    MOST_AT_ONCE = 64,
+    WAITING = 16, /* Where less than this fraction of the time passes in waiting, reads were made while they were started. */
+};
 
 typedef struct {
     aio_context_t context;
@@ -41,6 +45,12 @@ API void moesched_free_reads(void *given) {
     free(queue);
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
 /* Starts reads from the first of `reads` on; returns their number, 0 if the system refuses the first. */
 static int start(const Queue *queue, Read *reads, int64_t count) {
     struct iocb blocks[MOST_AT_ONCE], *listed[MOST_AT_ONCE];
@@ -60,11 +70,12 @@ static int start(const Queue *queue, Read *reads, int64_t count) {
     return 0;
 }
 
-/* Makes the reads, and returns when none is under way. */
-API void moesched_read(const void *given, Read *reads, int64_t count) {
+/* Makes the reads, and returns when none is under way: 1 if each was made while it was started, as some file systems do. */
+API int moesched_read(const void *given, Read *reads, int64_t count) {
     const Queue *queue = given;
     struct io_event ended[MOST_AT_ONCE];
-    int64_t next = 0, under_way = 0;
+    int64_t next = 0, under_way = 0, waiting = 0;
+    const int64_t begun = nanoseconds();
     while (next < count || under_way) {
         const int64_t room = queue->at_once - under_way, left = count - next;
         if (room && left) {
@@ -73,13 +84,16 @@ API void moesched_read(const void *given, Read *reads, int64_t count) {
             next += started ? started : 1; /* the caller sees by `done` that a read was refused */
             continue;
         }
+        const int64_t since = nanoseconds();
         const long many = syscall(SYS_io_getevents, queue->context, 1L, (long)MOST_AT_ONCE, ended, NULL);
+        waiting += nanoseconds() - since;
         for (long i = 0; i < many; i++) ((Read *)(uintptr_t)ended[i].data)->done = ended[i].res;
         if (many > 0) under_way -= many;
     }
+    return waiting * WAITING < nanoseconds() - begun;
 }
 #else
 API void *moesched_new_reads(int at_once) { return (void)at_once, NULL; }
 API void moesched_free_reads(void *given) { (void)given; }
-API void moesched_read(const void *given, Read *reads, int64_t count) { (void)given, (void)reads, (void)count; }
+API int moesched_read(const void *given, Read *reads, int64_t count) { return (void)given, (void)reads, (void)count, 0; }
 #endif

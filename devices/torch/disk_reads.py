@@ -15,6 +15,9 @@ from ..shared.direct_file import BlockRead
 AT_ONCE = 8
 """Number of reads of one transfer that are under way at a time."""
 
+SLOW = 3
+"""Number of transfers in a row whose reads were made one by one, after which threads make them."""
+
 Read = Callable[[], object]
 
 
@@ -23,7 +26,8 @@ class DiskReads:
 
     Linux runs reads past the page cache by itself, while the calling thread waits for them (`io_submit`). Threads that
     wait for one read each need a core and Python's lock whenever a read ends, and get them late while other lanes
-    compute. All other reads, and those on other systems, are made by threads.
+    compute. All other reads, and those on other systems, are made by threads. So are those of a file system that makes
+    each read while it is started, such as one in memory.
 
     Args:
         at_once: number of reads under way at a time.
@@ -35,11 +39,12 @@ class DiskReads:
         self._queue = library().moesched_new_reads(at_once) if queued and instruction_sets() else None
         self._free = threading.Lock()
         self._made: Team | None = None
+        self._one_by_one = 0
 
     @property
     def queued(self) -> bool:
-        """True if the system runs reads past the page cache by itself."""
-        return self._queue is not None
+        """True if the system has reads past the page cache under way by itself."""
+        return self._queue is not None and self._one_by_one < SLOW
 
     def run(self, reads: Sequence[Read]) -> None:
         """Make all reads, in any order. After an error, reads that have not begun may be dropped, and it is raised.
@@ -48,7 +53,7 @@ class DiskReads:
             MoeschedError: the disk failed, or a file ends early.
         """
         others = reads
-        if self._queue is not None and self._free.acquire(blocking=False):
+        if self.queued and self._free.acquire(blocking=False):
             try:
                 others = self._run_queued(reads)
             finally:
@@ -57,7 +62,7 @@ class DiskReads:
             self._team().run(others)
 
     def close(self) -> None:
-        """End the threads; a second call does nothing."""
+        """End the threads, and give the queue back to the system; a second call does nothing."""
         if self._made is not None:
             self._made.close()
             self._made = None
@@ -78,7 +83,8 @@ class DiskReads:
                 )
             else:
                 others.append(read)
-        library().moesched_read(self._queue, address(numbers), len(queued))
+        one_by_one = library().moesched_read(self._queue, address(numbers), len(queued))
+        self._one_by_one = self._one_by_one + 1 if one_by_one and len(queued) > 1 else 0
         for read, done in zip(queued, numbers[4::5], strict=True):
             if done < read.needed:
                 others.append(read)  # an ordinary read reads the rest, or raises the error
