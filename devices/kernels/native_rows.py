@@ -117,9 +117,10 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: a layer that C cannot compute, or a reason of `NativeKernel`; else empty.
+        """Return the reason why this kernel refuses a case; empty if it takes the case.
 
-        Matrices of experts with a limited activation may be stored transposed if rows are few.
+        It refuses what `NativeKernel` refuses, and layers that the C code cannot compute. It takes transposed matrices
+        only of experts that have biases or another activation than SiLU, and only with few rows.
         """
         network = case.network
         if COLUMNS in case.formats:

@@ -56,7 +56,7 @@ class TritonAttentionInputs(TritonKernel):
 
 
 class TritonAttention(TritonKernel):
-    """Attends from new tokens over a KV cache in blocks, in decode steps and for prompts."""
+    """Computes attention of new tokens over a KV cache that is stored in blocks, in decode steps and for prompts."""
 
     operation = "attention"
     takes = "GPUs of compute capability 8.0 and above"

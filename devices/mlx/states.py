@@ -14,7 +14,7 @@ from .memory import ARRAY_DTYPES
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """Make the states of a batch's micro-batches; if prompts are cut into chunks, the states of the chunks follow.
+    """Make the states of a batch's micro-batches and, if prompts are cut into chunks, those of the chunks after them.
 
     prompts: the token ids of each request's prompt, in the order of the requests.
     """

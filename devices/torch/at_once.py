@@ -46,7 +46,7 @@ class AtOnce:
 
 
 class OnStream(AtOnce):
-    """Copies results to the host if torch runs on a GPU: a stream makes the copies, which are read once it is done."""
+    """Copies results from a GPU to the host by a stream of the GPU; each is read once its copy is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

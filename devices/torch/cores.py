@@ -22,7 +22,7 @@ class Cores:
         self._itemsize = dtype.itemsize
 
     def use_for(self, tokens: int, weights: int) -> None:
-        """Set torch's number of cores on this thread for the next product: one for a small product, else all.
+        """Set how many cores torch uses for this thread's next matrix product: one if it is small, otherwise all.
 
         Args:
             tokens: number of rows of the product.

@@ -309,10 +309,10 @@ class WarmUps:
 
 
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
-    """Return tensors of a layer with experts for a warm-up, with any contents; None if there is no memory for them.
+    """Return tensors with any contents as the weights of a layer in a warm-up; None if there is no memory for them.
 
-    The tensors are in memory that waits for pages. A resident page is in the memory that it is going to be loaded to,
-    so that its matrices are whole; all other pages share one slot.
+    They are views of memory that is reserved for weights. A page that will be resident has its own place there, in
+    which its matrices are in one piece; all other pages share one slot.
     """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))

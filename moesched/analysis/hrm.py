@@ -104,7 +104,7 @@ def first_turning_point(hierarchy: Hierarchy) -> float:
 
 
 def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
-    """Return P2 (Eq. 10): the intensity I^j, in FLOP per byte of the lower memory, above which the link does not limit.
+    """Return P2 (Eq. 10): the intensity I^j, in FLOP per byte of the lower memory, above which the link is no limit.
 
     If the upper level, at intensity I^i, is slower than the peak of the lower level, P2 is below P1, and fetching never
     pays.

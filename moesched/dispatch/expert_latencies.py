@@ -29,7 +29,7 @@ class ExpertLatencies:
 
     Attributes:
         transfer: seconds to move one expert's weights from the host's memory to the accelerator (`trans_lat` in the
-            paper). If host and accelerator share a memory, the weights come from the memory where all are kept.
+            paper). If the two share a memory, from the memory or disk that has all weights.
         at_host: function from a number of tokens to the seconds of one expert on the host (`cpu_lat`).
         at_accelerator: function from a number of tokens to the seconds of one expert on the accelerator, whose memory
             has the expert's weights (`gpu_lat`).

@@ -77,8 +77,8 @@ def judge_peak(about: str, predicted: int, measured: int) -> Finding:
 def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) -> Finding:
     """Check that a run whose KV cache does not fit in the device's memory ends with an error of one line.
 
-    On the CPU a limit of the process's address space is too low for the cache; on a GPU the cache is larger than the
-    GPU's memory.
+    On the CPU, the check limits the process's address space to less than the cache takes; on a GPU, the cache is larger
+    than the GPU's memory.
 
     Args:
         scratch: an existing folder for temporary files.

@@ -52,7 +52,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         point: the sizes.
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
         kv_on_gpu: share of the KV cache that stays in the accelerator's memory, from 0 to 1.
-        few: a model cut to a few layers, whose plan is like the whole model's plan; None if there is no such model.
+        few: the model cut to a few layers, with the same share of weights and KV cache in each memory; None if there is
+            no such model.
         throughput: generated tokens per second, prefill included.
         bound: throughput if the schedule's lanes overlapped perfectly.
         rate: the figure that the setting's objective maximises.

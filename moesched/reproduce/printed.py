@@ -52,17 +52,17 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form of the table of a section's rows on a page, with format strings that are filled with a row's values.
+    """The layout of a section's results as a table on a page. Format strings are filled with a result's values.
 
-    There are three forms. By default, each row is a line of the table. With `down`, several rows share a line, in which
-    each has one cell. With `turned`, each row is a column.
+    There are three layouts. By default, each result is a line of the table. With `down`, results with equal values of
+    some keys share a line, in which each has one cell. With `turned`, each result is a column.
 
     Attributes:
-        columns: format strings of a line's cells, by the columns' titles; for the default form.
-        down: keys of a row's values; rows that are equal in all of them share a line. Empty for other forms.
-        title: with `down`, format string of the title of the column that has a row's cell.
-        cell: with `down`, format string of a row's cell.
-        turned: format string of the title of a row's column; empty for other forms.
+        columns: by column title, the format string of the column's cells; for the default layout.
+        down: the keys whose values decide which results share a line; empty for the other layouts.
+        title: with `down`, the format string that gives the title of the column for a result's cell.
+        cell: with `down`, the format string of a result's cell.
+        turned: the format string that gives the title of a result's column; empty for the other layouts.
     """
 
     columns: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Rows of a step of continuous batching, in which requests join and leave between steps."""
+"""Rows of a step, one for each request that computes in it, where requests join and leave between steps."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ from moesched.units import format_bytes
 
 @contextmanager
 def memory_refusals(plan: Plan) -> Iterator[None]:
-    """Raise OutOfMemory, with the bytes that the plan takes, where the system refuses memory or a thread.
+    """Turn errors within this context that mean a lack of memory into OutOfMemory, with the bytes that the plan takes.
 
-    Python, torch, the system and the dynamic linker raise errors of their own for this, which are recognised.
+    These are errors of Python, of torch, of the system, also for a thread that does not start, and of the dynamic
+    linker.
     """
     try:
         yield

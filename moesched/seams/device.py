@@ -260,7 +260,7 @@ class ReplaysGraphs(Protocol):
 
 @runtime_checkable
 class StandsBy(Protocol):
-    """A device that can keep idle weights from being paged out."""
+    """A device that can keep the operating system from paging out its weights while they are idle."""
 
     def stand_by(self) -> object:
         """Touch the weights; the result is ignored. Called several times a second while a node waits for work."""

@@ -1,4 +1,4 @@
-"""Declarations of a policy that its plan keeps together until memory is reserved for them."""
+"""What a policy declares in its plan: pools of slots and other needs of memory, until the memory is reserved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def require_whole(verb: str, number: object, least: int | None = None) -> int:
 
 
 def require_slots(name: str, slots: object, filled: int, replacement: object) -> int:
-    """Return the number of slots of a declared pool as an int; check it, and the name of the replacement rule.
+    """Check a declared pool's number of slots and its replacement rule; return the number of slots as an int.
 
     Args:
         name: the pool's name, for messages.

@@ -22,7 +22,7 @@ from moesched.reproduce.report import Accuracy, Section
 
 @contextmanager
 def moe_lightning_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
-    """Fit the rates that the paper does not give, and yield functions that make sections with these rates."""
+    """Fit the hardware rates that the paper lacks, and yield functions that make the report's sections with them."""
     paper = moe_lightning()
     factors = calibrate(paper, on_progress)
     cells: list[Cell] = []

@@ -381,7 +381,10 @@ def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
 
 
 def too_many(verb: str, limit: int) -> PolicyError:
-    """Return the error of a step that has submitted `limit` tasks, the most that a step may."""
+    """Return the error of a step that submits more than `limit` tasks.
+
+    verb: verb of the task that is too many.
+    """
     return PolicyError(
         f"{verb}: the step has submitted {limit:,} tasks, its limit: end the loop, or assign plan.task_limit in "
         "Policy.plan"

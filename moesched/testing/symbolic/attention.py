@@ -22,7 +22,7 @@ class Attention:
         data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def pass_hidden(self, task: Task, data: Access) -> None:
-        """Copy, in `data`, the hash of a hidden state to the next accelerator of a pipeline."""
+        """Copy the hash that stands for a hidden state to the next accelerator of a pipeline; both are in `data`."""
         source, destination = task.operands
         data.write(("hidden", task.micro_batch, destination), data.read(("hidden", task.micro_batch, source)))
 
