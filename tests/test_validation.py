@@ -192,7 +192,7 @@ def test_a_run_is_near_its_prediction_or_only_inside_the_band() -> None:
         figures = {"decode": 1.0, "total": 2.0, "recorded": 2.0, "replayed": 2.0, "replayed bare": 2.0}
         ran = in_turn.Taken([in_turn.Run(0.0, figures | {"lane host": 1.0})], [])
         said = {"decode": predicted, "total": 2.0, "lane host": lane, "low": 0.7, "high": 1.3}
-        return fidelity.policy_result("p", ran, said, [])
+        return fidelity.policy_result("p", ran, said, {})
 
     policies = [policy(1.05, 1.1), policy(1.2, 1.1), policy(1.05, 1.2)]
     settings = {"disk-one": {"policies": policies, "ranking": fidelity.rankings(policies)}}

@@ -40,12 +40,12 @@ def claims(result: Result) -> Iterator[Claim]:
 
 
 def _all(words: str, holds: Sequence[bool], policies: Sequence[Mapping[str, Any]]) -> Claim:
-    """A count that is to be all; says how many are of runs with memory at another rate than at calibration."""
+    """A count that is to be all; says how many are of runs with other rates of memory or disk than at calibration."""
     claim = all_of(words, sum(holds), len(holds))
     elsewhere = sum(each.get("kept_at_another_rate", 0) > 0 for each in policies)
     if not elsewhere:
         return claim
-    return claim._replace(figure=f"{claim.figure} ({elsewhere} with memory at another rate)")
+    return claim._replace(figure=f"{claim.figure} ({elsewhere} with memory or the disk at another rate)")
 
 
 def _order(words: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Claim]:
@@ -77,7 +77,11 @@ SETTING = {
     "new tokens": "{new_tokens}",
     "left out": "{left out}",
 }
-MEMORY = {"memory at calibration, GB/s": "{rate}", "runs at that rate": "{runs at that rate}"}
+RATES = {
+    "memory at calibration, GB/s": "{memory}",
+    "the disk, GB/s": "{disk}",
+    "runs at these rates": "{runs at these rates}",
+}
 PREDICTION = {
     "setting": "{setting}",
     "policy": "{policy}",
@@ -86,7 +90,7 @@ PREDICTION = {
     "error": "{error_percent[decode]:+.1f} %",
     "inside its band": "{band}",
     "lane that is off the most": "{worst}",
-    **MEMORY,
+    **RATES,
 }
 OBSERVED_PREDICTION = {
     "model": "{model}",
@@ -94,7 +98,7 @@ OBSERVED_PREDICTION = {
     "decode measured, s": "{measured[decode]:.3f}",
     "predicted, s": "{predicted[decode]:.3f}",
     "error": "{error_percent[decode]:+.1f} %",
-    **MEMORY,
+    **RATES,
 }
 
 
@@ -108,7 +112,7 @@ def tables(result: Result) -> dict[str, str]:
             **each,
             "band": shown(each["inside"]),
             "worst": "{} {:+.1f} %".format(*worst_lane(each)),
-            **memory(settings[each["setting"]], each),
+            **rates(settings[each["setting"]], each),
         }
         for each in policies
         if "inside" in each
@@ -131,18 +135,22 @@ def _observed(settings: Mapping[str, Any], names: Sequence[str]) -> Iterator[dic
     for name in names:
         model, setting = SETTINGS[name].weights or SETTINGS[name].published, settings.get(name, {})
         for each in setting.get("policies", ()):
-            yield {**each, "model": model, **memory(setting, each)}
+            yield {**each, "model": model, **rates(setting, each)}
 
 
-def memory(setting: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, str]:
-    """Cells of the rate of memory, and of the runs that were kept and repeated for it."""
-    rates = setting.get("calibration_memory_gbs")
-    if not rates:
-        return {"rate": "not recorded", "runs at that rate": ""}
+def rates(setting: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, str]:
+    """Cells of the rates of memory and of the disk, and of the runs that were kept and repeated for them."""
+    cells = {name: _range(setting.get(f"calibration_{name}_gbs")) for name in ("memory", "disk")}
+    if "kept" not in policy:
+        return {**cells, "runs at these rates": ""}
     kept, elsewhere, repeated = (policy[key] for key in ("kept", "kept_at_another_rate", "repeated"))
     count = f"{kept - elsewhere} of {kept}"
     again = f", {repeated} repeated" if repeated else ""
-    return {
-        "rate": f"{median_low(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})",
-        "runs at that rate": f"**{count}**{again}" if elsewhere else f"{count}{again}",
-    }
+    return {**cells, "runs at these rates": f"**{count}**{again}" if elsewhere else f"{count}{again}"}
+
+
+def _range(readings: Sequence[float] | None) -> str:
+    """The middle reading, and the least and the largest."""
+    if not readings:
+        return "not recorded"
+    return f"{median_low(readings):.3g} ({min(readings):.3g} to {max(readings):.3g})"

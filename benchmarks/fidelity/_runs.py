@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 from benchmarks.fidelity._settings import SETTINGS, Case, Setting
 from benchmarks.fidelity._slow_t4 import slow_t4
 from benchmarks.peers import families
+from benchmarks.shared.disk_rate import DiskRate
+from benchmarks.shared.memory_rate import memory_gbs
 from moesched import plugins
 from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.machines import Machine
@@ -86,6 +88,12 @@ class Bench:
         gc.collect()  # what the run before left, weights and all, in cycles
         name = EMULATED if self.emulated else "torch"
         return plugins.find("devices", name)(self.checkpoint, self.layout)
+
+    def rates(self) -> dict[str, Callable[[], float]]:
+        """What measures the rates that times depend on; none of an emulated machine."""
+        if self.emulated:
+            return {}
+        return {"memory": memory_gbs, "disk": DiskRate(self.checkpoint, self.layout)}
 
     def measure(self, case: Case) -> dict[str, float]:
         """One run and its replay, in seconds."""

@@ -9,13 +9,13 @@ same ones again and again. Settings `emulated-...` run on the emulated accelerat
 durations are those of the cost model that the simulation uses: they test schedules, not costs.
 
 Runs during which other processes took more than a tenth of a core are done again, up to three times as many in all. So
-are runs of settings `disk-...` with memory at another rate than at calibration, as others on a shared host slow it down
-by the minute, and errors would be the host's. All cores read memory for a moment before and after each run, and between
-the steps of the calibration; a run is done again if its two rates and the middle one of the calibration differ by more
-than a tenth. A calibration during which the rate changed is made again, up to twice; the one with the largest share of
-one rate counts. If a run's rate does not come back, the last ones of the runs that others disturbed least are kept,
-and their figures say so. No run is chosen by its result: only the load of others and the rate of memory decide. The
-result file has all runs, also the repeated ones.
+are runs of settings `disk-...` with memory or the disk at another rate than at calibration, as others on a shared host
+slow them down by the minute, and errors would be the host's. All cores read memory, and the device the disk, for a
+moment before and after each run, and between the steps of the calibration; a run is done again if the two readings of a
+rate and the middle one of the calibration differ by more than a tenth. A calibration during which a rate changed is
+made again, up to twice; the one with the largest share of one rate counts. If the rates do not come back, the last ones
+of the runs that others disturbed least are kept, and their figures say so. No run is chosen by its result: only the
+load of others and these rates decide. The result file has all runs, also the repeated ones.
 
 Three things come of it:
 
@@ -46,8 +46,7 @@ from benchmarks.fidelity._ranking import MEASURES, Times, distinct, ranking
 from benchmarks.fidelity._runs import LANE, Bench
 from benchmarks.fidelity._settings import SETTINGS, Case
 from benchmarks.record.benchmark import Benchmark, track
-from benchmarks.shared.in_turn import InTurn, Taken, calibrate_in_turn
-from benchmarks.shared.memory_rate import memory_gbs
+from benchmarks.shared.in_turn import InTurn, Rates, Taken, calibrate_in_turn
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.system.cache import cache_folder
@@ -70,7 +69,7 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         if not bench.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(cases[fit[0]])
         measures = {name: partial(bench.measure, cases[name]) for name in fit}
-        in_turn = InTurn(measures, repeats, None if bench.emulated else memory_gbs)
+        in_turn = InTurn(measures, repeats, bench.rates())
         machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
         taken, rates = in_turn.taken(), in_turn.calibration_gbs
         policies = [
@@ -83,7 +82,7 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         "most_other_cores": round(max(each.others for each in runs), 2),
         "wall_seconds": round(sum(each.figures["wall"] for each in runs), 1),
         "left_out": left_out,
-        "calibration_memory_gbs": rates,
+        **{f"calibration_{name}_gbs": rates[name] for name in rates},
         "policies": [{key: each[key] for key in each if key != "runs"} for each in policies],
         **({} if bench.setting.observed else {"ranking": rankings(policies)}),
     }
@@ -145,7 +144,7 @@ def described(bench: Bench) -> dict[str, Any]:
 
 
 def policy_result(
-    name: str, taken: Taken, predicted: Mapping[str, float], calibration_gbs: Sequence[float]
+    name: str, taken: Taken, predicted: Mapping[str, float], calibration_gbs: Rates
 ) -> dict[str, Any]:
     """A policy's runs, its prediction and its replays."""
     runs = taken.kept
@@ -166,7 +165,7 @@ def policy_result(
         "error_percent": {each: percent(side.predicted, side.median) for each, side in sides.items()},
         "runs": {each: list(side.measured) for each, side in sides.items()},
         "kept": len(runs),
-        "kept_at_another_rate": sum(not run.at_rate_of(calibration_gbs) for run in runs),
+        "kept_at_another_rate": sum(not run.at_rates_of(calibration_gbs) for run in runs),
         "repeated": len(taken.repeated),
         "every_run": every_run(taken),
         "replay_error_percent": replay,
@@ -188,8 +187,11 @@ def every_run(taken: Taken) -> dict[str, list[Any]]:
     return {
         "decode": [run.figures["decode"] for run in runs],
         "other_cores": [round(run.others, 2) for run in runs],
-        "memory_gbs_before": [rate for run in runs for rate in run.memory_gbs[:1]],
-        "memory_gbs_after": [rate for run in runs for rate in run.memory_gbs[1:]],
+        **{
+            f"{name}_gbs_{when}": [run.gbs[name][place] for run in runs]
+            for name in runs[0].gbs
+            for place, when in enumerate(("before", "after"))
+        },
     }
 
 

@@ -1,8 +1,8 @@
 """Runs of several things in turn, with each other and with calibration; disturbed ones are done again.
 
-A run is disturbed if other processes took more than a tenth of a core, or if the rate of memory before it, after it and
-at calibration differed by more than a tenth. Only these decide which runs are kept and which are repeated, never a
-run's figures.
+A run is disturbed if other processes took more than a tenth of a core, or if a rate, such as that of memory, before it,
+after it and at calibration differed by more than a tenth. Only these decide which runs are kept and which are repeated,
+never a run's figures.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ LEAST_SHARE_AT_ONE_RATE = 0.8
 
 K = TypeVar("K", bound=Hashable)
 Figures = dict[str, float]
+Rates = Mapping[str, Sequence[float]]
+"""By name, readings of a rate in GB/s."""
 
 
 class Run(NamedTuple):
-    """Figures of a run, the cores that others kept busy meanwhile, and the rates of memory before and after, if any."""
+    """Figures of a run, the cores that others kept busy meanwhile, and rates before and after, such as of "memory"."""
 
     others: float
     figures: Figures
-    memory_gbs: tuple[float, ...] = ()
+    gbs: Mapping[str, tuple[float, ...]] = {}
 
-    def at_rate_of(self, calibration_gbs: Sequence[float]) -> bool:
-        """Test whether memory had one rate before and after, that of the calibration if there was one."""
-        middle = [median_low(calibration_gbs)] if calibration_gbs else []
-        return at_one_rate([*self.memory_gbs, *middle])
+    def at_rates_of(self, calibration_gbs: Rates) -> bool:
+        """Test whether each rate was one before and after, that of the calibration if there was one."""
+        return all(
+            at_one_rate([*found, *(median_low(each) for each in [calibration_gbs.get(name)] if each)])
+            for name, found in self.gbs.items()
+        )
 
 
 class Taken(NamedTuple):
@@ -47,13 +51,11 @@ class Taken(NamedTuple):
     repeated: list[Run]
 
 
-def taken_of(runs: Sequence[Run], wanted: int, calibration_gbs: Sequence[float]) -> Taken:
-    """Those with memory at the rate of the calibration are kept first, then those that others disturbed least, then the
-    last ones.
-    """
+def taken_of(runs: Sequence[Run], wanted: int, calibration_gbs: Rates) -> Taken:
+    """Those at the calibration's rates are kept first, then those that others disturbed least, then the last ones."""
 
     def order(number: int) -> tuple[bool, float, int]:
-        others, elsewhere = runs[number].others, not runs[number].at_rate_of(calibration_gbs)
+        others, elsewhere = runs[number].others, not runs[number].at_rates_of(calibration_gbs)
         return elsewhere, max(others, MOST_OTHER_CORES), -number
 
     ordered = [runs[number] for number in sorted(range(len(runs)), key=order)]
@@ -66,24 +68,24 @@ class InTurn(Generic[K]):
     Args:
         measures: makes a run of each.
         repeats: how many undisturbed runs of each are wanted.
-        rate: measures that of memory; None where times do not depend on it.
+        rates: by name, what measures each rate that times depend on.
         watch: begins to measure the load of others.
 
     Attributes:
-        calibration_gbs: rates of memory during the calibration; none before it.
+        calibration_gbs: rates during the calibration; none before it.
     """
 
     def __init__(
         self,
         measures: Mapping[K, Callable[[], Figures]],
         repeats: int,
-        rate: Callable[[], float] | None = memory_gbs,
+        rates: Mapping[str, Callable[[], float]] = {"memory": memory_gbs},
         watch: Callable[[], Others] = OtherLoad,
     ) -> None:
-        self.calibration_gbs: list[float] = []
+        self.calibration_gbs: dict[str, list[float]] = {}
         self._measures = measures
         self._repeats = repeats
-        self._rate, self._watch = rate, watch
+        self._rates, self._watch = rates, watch
         self._turns = 0
         self._runs: dict[K, list[Run]] = {name: [] for name in measures}
 
@@ -102,62 +104,63 @@ class InTurn(Generic[K]):
             name: taken_of(runs, self._repeats, self.calibration_gbs) for name, runs in self._runs.items()
         }
 
-    def rates(self) -> list[float]:
-        """The rate of memory now; none where times do not depend on it."""
-        return [] if self._rate is None else [self._rate()]
+    def rates(self) -> dict[str, float]:
+        """The rates now."""
+        return {name: measured() for name, measured in self._rates.items()}
 
     def _run(self, measure: Callable[[], Figures]) -> Run:
         before, load = self.rates(), self._watch()
         figures = measure()
-        return Run(load.cores(), figures, (*before, *self.rates()))
+        cores, after = load.cores(), self.rates()
+        return Run(cores, figures, {name: (rate, after[name]) for name, rate in before.items()})
 
     def _undisturbed(self, run: Run) -> bool:
-        return run.others <= MOST_OTHER_CORES and run.at_rate_of(self.calibration_gbs)
+        return run.others <= MOST_OTHER_CORES and run.at_rates_of(self.calibration_gbs)
 
 
 class Calibration(NamedTuple):
-    """A calibrated machine, and the rates of memory meanwhile, if they were measured."""
+    """A calibrated machine, and the rates meanwhile, if they were measured."""
 
     machine: Machine
-    memory_gbs: list[float]
+    gbs: dict[str, list[float]]
 
 
 def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
     """Calibrate the machine, with turns of the runs in between: both see the same minutes of it.
 
-    If memory changed its rate meanwhile, the calibration is made again.
+    If a rate changed meanwhile, the calibration is made again.
     """
     calibration = steadiest(lambda: _calibrated(runs, turns), lambda: _calibrated(runs, 0))
-    runs.calibration_gbs = calibration.memory_gbs
+    runs.calibration_gbs = calibration.gbs
     return calibration.machine
 
 
-def share_at_one_rate(rates: Sequence[float]) -> float:
-    """The share of rates that are the middle one; 1.0 if there are none."""
-    if not rates:
-        return 1.0
-    middle = median_low(rates)
-    return sum(at_one_rate([rate, middle]) for rate in rates) / len(rates)
+def share_at_one_rate(gbs: Rates) -> float:
+    """The least share of a rate's readings that are its middle one; 1.0 if there are none."""
+    shares = [1.0]
+    for rates in gbs.values():
+        middle = median_low(rates)
+        shares.append(sum(at_one_rate([rate, middle]) for rate in rates) / len(rates))
+    return min(shares)
 
 
 def steadiest(first: Callable[[], Calibration], again: Callable[[], Calibration]) -> Calibration:
-    """The first calibration, or another if memory changed its rate: the one that saw the largest share of one rate."""
+    """The first calibration, or another if rates changed: the one that saw the largest share of one rate."""
     found = [first()]
-    while (
-        len(found) < MOST_CALIBRATIONS and share_at_one_rate(found[-1].memory_gbs) < LEAST_SHARE_AT_ONE_RATE
-    ):
-        progress.print("memory changed its rate meanwhile: calibrating again")
+    while len(found) < MOST_CALIBRATIONS and share_at_one_rate(found[-1].gbs) < LEAST_SHARE_AT_ONE_RATE:
+        progress.print("rates changed meanwhile: calibrating again")
         found.append(again())
-    return max(found, key=lambda each: share_at_one_rate(each.memory_gbs))
+    return max(found, key=lambda each: share_at_one_rate(each.gbs))
 
 
 def _calibrated(runs: InTurn[K], turns: int) -> Calibration:
     taken = 0
-    rates: list[float] = []
+    rates: dict[str, list[float]] = {}
 
     def between(done: int, steps: int) -> None:
         nonlocal taken
-        rates.extend(runs.rates())
+        for name, rate in runs.rates().items():
+            rates.setdefault(name, []).append(rate)
         if done * turns >= (taken + 1) * steps:
             taken += 1
             progress.print(f"calibrated {done} of {steps}")
