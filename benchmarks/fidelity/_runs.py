@@ -90,7 +90,7 @@ class Bench:
         return plugins.find("devices", name)(self.checkpoint, self.layout)
 
     def rates(self) -> dict[str, Callable[[], float]]:
-        """What measures the rates that times depend on; none of an emulated machine."""
+        """By name, functions that measure the rates that times depend on; empty for an emulated machine."""
         if self.emulated:
             return {}
         return {"memory": memory_gbs, "disk": DiskRate(self.checkpoint, self.layout)}

@@ -1,4 +1,4 @@
-"""What a policy declares in its plan: pools of slots and other needs of memory, until the memory is reserved."""
+"""Declarations of a policy in its plan, such as pools of slots, before memory is reserved for them."""
 
 from __future__ import annotations
 
