@@ -18,6 +18,10 @@ import pytest
 
 COLUMNS = 80
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_END = b"\0"
+"""Sent after all output. A reader that waits for the terminal to be closed can lose what is written just before that:
+the kernel looks for text first and then for the end.
+"""
 
 
 class Printed:
@@ -27,12 +31,10 @@ class Printed:
         self._pieces: list[bytes] = []
 
     def read(self, descriptor: int) -> None:
-        """Collect what comes, until the other end is closed."""
-        try:
-            while piece := os.read(descriptor, 1 << 12):
-                self._pieces.append(piece)
-        except OSError:  # Linux says so at the end
-            pass
+        """Collect what comes, up to its end."""
+        while not (piece := os.read(descriptor, 1 << 12)).endswith(_END):
+            self._pieces.append(piece)
+        self._pieces.append(piece.removesuffix(_END))
 
     @property
     def text(self) -> str:
@@ -51,12 +53,14 @@ def terminal(stream: Literal["stdout", "stderr"], columns: int = COLUMNS) -> Ite
     try:
         with (
             pytest.MonkeyPatch.context() as patch,
-            open(theirs, "w", encoding="utf-8") as out,  # noqa: PTH123  # a descriptor
+            open(theirs, "w", encoding="utf-8", closefd=False) as out,
         ):
             patch.delenv("COLUMNS", raising=False)
             setattr(sys, stream, out)
             yield printed
     finally:
         setattr(sys, stream, before)
+        os.write(theirs, _END)
         reader.join()
+        os.close(theirs)
         os.close(ours)
