@@ -54,13 +54,19 @@ REAL: dict[str, dict[str, Any]] = {
 }
 
 
-def main(model: str, only: str) -> None:
-    """Print every case's behaviour as one JSON object."""
+SETTINGS = [
+    *(f"simulated on {setting}" for setting in SIMULATED),
+    *(f"run on {setting}" for setting in REAL),
+]
+
+
+def main(model: str, *settings: str) -> None:
+    """Print the behaviour of every case of some settings as one JSON object."""
     found = {}
     with TemporaryDirectory() as folder:
         for name, policy, case in cases(model, Path(folder) / "trace.json"):
-            label = f"{name}: {policy}"
-            if only in label:
+            if name in settings:
+                label = f"{name}: {policy}"
                 print(label, file=sys.stderr, flush=True)
                 found[label] = case()
     json.dump(found, sys.stdout)

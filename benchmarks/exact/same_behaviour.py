@@ -1,104 +1,87 @@
-"""Compare this tree with an older commit: the same tokens, slices, edges and nanoseconds under every policy?
+"""Compare a commit with an older one: the same tokens, slices, edges and nanoseconds under every policy?
 
-    python -m benchmarks.exact.same_behaviour f050cae [--only TEXT] [--rounds N] [--out FILE]
+    python -m benchmarks.exact.same_behaviour f050cae [a3d9c01]
 
 Both run the same cases: every policy simulated on fixed machine profiles, and real runs of the shipped small model on
-torch and MLX. Labels that were renamed in between are listed in renamed_labels.toml. Takes about four minutes.
+torch and MLX. Labels that were renamed in between are listed in renamed_labels.toml. Without a second commit, the newer
+tree is this one. Takes about five minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.exact._behaviour_probe import SETTINGS
+from benchmarks.record.benchmark import Benchmark
+from benchmarks.record.claims import Claim, Result, none_of
 from benchmarks.record.results import ROOT, commit
+from benchmarks.shared.older_tree import checkout, prepared
 
 HERE = Path(__file__).parent
 PROBE = HERE / "_behaviour_probe.py"
 MODEL = ROOT / "examples" / "tiny-mixtral"
-SETUP = "from setuptools import setup; setup()"
 
 
-def main() -> int:
+def claims(result: Result) -> Iterator[Claim]:
+    """The cases that behave otherwise than in the older commit."""
+    words = f"runs of commit {result['after']} with other tokens, slices or nanoseconds than commit {result['before']}"
+    yield none_of(words, len(result["different"]), result["cases"])
+
+
+BENCHMARK = Benchmark(
+    __file__,
+    __doc__,
+    claims=claims,
+    parts=SETTINGS,
+    rounds_help="runs of the newer tree; each is compared",
+    by_machine=False,
+)
+BENCHMARK.parser.add_argument("before", nargs="?", default="HEAD", help="the older commit (default: HEAD)")
+BENCHMARK.parser.add_argument("after", nargs="?", help="the newer commit (default: this tree)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run both, print what differs, and return 1 if anything does."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("before", nargs="?", default="HEAD", help="the older commit (default: HEAD)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose label contains this")
-    parser.add_argument(
-        "--rounds", type=int, default=1, metavar="N", help="runs of this tree; each is compared (default: 1)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the verdict of every case as JSON")
-    options = parser.parse_args()
-    with checkout(options.before) as old, prepared(ROOT) as new:
+    options = BENCHMARK.parse(arguments)
+    newer: AbstractContextManager[Path] = checkout(options.after) if options.after else prepared(ROOT)
+    with checkout(options.before) as old, newer as new:
         before = behaviour(old, options.only)
         rounds = [behaviour(new, options.only) for _ in range(options.rounds)]
-    after, verbs = rounds[0], renamed_verbs()
+    verbs = renamed_verbs()
     compared = [compare(before, each, verbs) for each in rounds]
-    verdicts = {label for verdicts in compared for label in verdicts}
     different = {label: said for each in compared for label, said in each.items() if said != "same"}
-    for label, verdict in different.items():
-        print(f"{label}: {verdict}")
-    refused = sum(case == {"refused": True} for case in after.values())
-    print(
-        f"{len(verdicts)} cases, {refused} of them refused by the policy or the machine: {len(different)} differ"
-    )
-    if options.out is not None:
-        summary = {
-            "command": f"python -m benchmarks.exact.same_behaviour {options.before}",
-            "date": datetime.now(UTC).date().isoformat(),
-            "commit": commit(),
-            "cases": len(verdicts),
-            "refused": refused,
+    print("".join(f"{label}: {said}\n" for label, said in different.items()), end="")
+    return BENCHMARK.write(
+        {
+            "before": options.before,
+            "after": options.after or commit(),
+            "cases": len({label for each in compared for label in each}),
+            "refused": sum(case == {"refused": True} for case in rounds[0].values()),
             "different": different,
         }
-        options.out.write_text(json.dumps(summary, indent=2) + "\n")
-    return 1 if different else 0
+    )
 
 
-@contextmanager
-def checkout(commit: str) -> Iterator[Path]:
-    """A worktree of an older commit, ready to be imported."""
-    with TemporaryDirectory() as folder:
-        tree = Path(folder) / "before"
-        subprocess.run(["git", "worktree", "add", "--detach", "-q", tree, commit], cwd=ROOT, check=True)
-        try:
-            with prepared(tree):
-                yield tree
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
-
-
-@contextmanager
-def prepared(tree: Path) -> Iterator[Path]:
-    """A tree with its compiled kernel, and with its plug-ins' names, which a run finds before those installed."""
-    command = [sys.executable, "-c", SETUP, "-q", "egg_info", "build_ext", "--inplace"]
-    subprocess.run(command, cwd=tree, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield tree
-    finally:
-        for file in (tree / "moesched.egg-info").glob("*"):
-            file.unlink()
-        (tree / "moesched.egg-info").rmdir()
-
-
-def behaviour(tree: Path, only: str) -> dict[str, Any]:
-    """Run the cases on a tree; returns the results by case."""
+def behaviour(tree: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """Run the cases of some settings on a tree, with a cache of its own, and return the results by case."""
     print(f"running {tree}", file=sys.stderr, flush=True)
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    command = [sys.executable, str(PROBE), str(MODEL), only]
-    done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True)
+    with TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, str(PROBE), str(MODEL), *settings],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "MOESCHED_CACHE": cache},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

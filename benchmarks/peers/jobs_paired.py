@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.exact.same_behaviour import checkout
 from benchmarks.peers.against_peers import MODEL, budget_of
 from benchmarks.peers.comparison import Case, equal_tokens, seconds_of
 from benchmarks.peers.environment import Peer
@@ -27,6 +26,7 @@ from benchmarks.peers.rounds import Field, turned
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most, none_of
 from benchmarks.shared.kept_models import kept_model
+from benchmarks.shared.older_tree import checkout, variables
 from benchmarks.shared.pairs import Pairs, compared, starts_of
 from benchmarks.shared.reading import warm
 from moesched.models.checkpoint import open_checkpoint
@@ -82,8 +82,7 @@ class Jobs:
 
     def __init__(self, name: str, model: Path, tree: Path) -> None:
         self._name, part = name, PARTS[name]
-        older = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
-        self._peers = [part.peer, part.peer._replace(name=BEFORE, environment=older)]
+        self._peers = [part.peer, part.peer._replace(name=BEFORE, environment=variables(tree))]
         self._arguments = [str(model), *([str(budget_of(model))] if part.limited else [])]
         vocabulary = open_checkpoint(model).config.vocabulary
         self._requests = {case: case.request(vocabulary) for case in part.cases}

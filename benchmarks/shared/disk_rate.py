@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import cycle
+from typing import NamedTuple
 
+from benchmarks.shared.decoding import Model
 from moesched.devices.shared.arena import Arena
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.disk_reads import DiskReads
-from moesched.models.checkpoint import Checkpoint
-from moesched.models.layout import WeightLayout
+from moesched.models.layout import Page
 
 SECONDS = 0.5
 """Of a reading."""
 
 
-class DiskRate:
-    """Reads pages of experts past the page cache, one after the other, as a transfer of one page does."""
+class DiskRate(NamedTuple):
+    """Reads pages past the page cache, one after the other, as transfers of single pages do."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout) -> None:
-        self._reader = PageReader(checkpoint, layout)
-        self._slots = Arena(2, self._reader.slot_bytes)
-        self._pages = cycle(page for page in layout.pages if page.expert >= 0)
-        self._reads = DiskReads()
+    reader: PageReader
+    slots: Arena
+    reads: DiskReads
+    pages: Iterator[Page]
 
-    def __call__(self) -> float:
+    def gbs(self) -> float:
         """GB/s."""
-        started, before = time.perf_counter(), self._reader.bytes_read
-        for number, page in enumerate(self._pages):
-            self._reads.run(self._reader.reads(page, self._slots.slot(number % 2)))
+        started, before = time.perf_counter(), self.reader.bytes_read
+        for number, page in enumerate(self.pages):
+            self.reads.run(self.reader.reads(page, self.slots.slot(number % 2)))
             if time.perf_counter() - started > SECONDS:
                 break
-        return round((self._reader.bytes_read - before) / (time.perf_counter() - started) / 1e9, 2)
+        return round((self.reader.bytes_read - before) / (time.perf_counter() - started) / 1e9, 2)
+
+
+@contextmanager
+def disk_rate(model: Model) -> Iterator[DiskRate]:
+    """Open a model's files for readings."""
+    with PageReader(model.checkpoint, model.layout) as reader, closing(DiskReads()) as reads:
+        yield DiskRate(reader, Arena(2, reader.slot_bytes), reads, cycle(model.layout.pages))

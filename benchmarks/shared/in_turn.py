@@ -38,10 +38,8 @@ class Run(NamedTuple):
 
     def at_rates_of(self, calibration_gbs: Rates) -> bool:
         """Test whether each rate was one before and after, that of the calibration if there was one."""
-        return all(
-            at_one_rate([*found, *(median_low(each) for each in [calibration_gbs.get(name)] if each)])
-            for name, found in self.gbs.items()
-        )
+        middle = {name: [median_low(found)] for name, found in calibration_gbs.items() if found}
+        return all(at_one_rate([*found, *middle.get(name, ())]) for name, found in self.gbs.items())
 
 
 class Taken(NamedTuple):

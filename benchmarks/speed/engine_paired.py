@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from benchmarks.exact.same_behaviour import checkout, prepared
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, none_of
 from benchmarks.record.results import ROOT
+from benchmarks.shared.older_tree import checkout, prepared
 from benchmarks.shared.pairs import Pairs, compared, starts_of
 from benchmarks.speed.engine import MACHINE, PAGE_BYTES, REAL, VIRTUAL
 
