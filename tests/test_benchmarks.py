@@ -159,6 +159,20 @@ def test_parts_measured_later_leave_the_age_of_the_others(tmp_path: Path) -> Non
     assert older_than_the_code(result)
 
 
+def test_a_run_that_ends_between_parts_leaves_the_age_of_those_to_come(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"date": "2026-01-01"}))
+    measured = benchmark(keeps_parts=True)
+    measured.parse(["--out", str(file)])
+    ages = []
+    for part in ("red", "redder", "blue"):
+        measured.done(part)
+        measured.write({})
+        result = json.loads(file.read_text())
+        ages.append([each["date"] == "2026-01-01" for each in result.get("parts", {"": result}).values()])
+    assert ages == [[False, True, True], [False, False, True], [False]]
+
+
 @pytest.mark.parametrize("own", [None, ["red", "redder"]])
 def test_a_first_result_of_some_parts_tells_of_no_others(tmp_path: Path, own: list[str] | None) -> None:
     """A file of all parts, and one of its own parts only."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from benchmarks.fidelity._settings import SETTINGS, Case, Setting
 from benchmarks.fidelity._slow_t4 import slow_t4
 from benchmarks.peers import families
-from benchmarks.shared.disk_rate import DiskRate
+from benchmarks.shared.decoding import Model
+from benchmarks.shared.disk_rate import disk_rate
 from benchmarks.shared.memory_rate import memory_gbs
 from moesched import plugins
 from moesched.analysis.replayed_run import replay_recording, without_loading
@@ -89,11 +91,14 @@ class Bench:
         name = EMULATED if self.emulated else "torch"
         return plugins.find("devices", name)(self.checkpoint, self.layout)
 
-    def rates(self) -> dict[str, Callable[[], float]]:
+    @contextmanager
+    def rates(self) -> Iterator[dict[str, Callable[[], float]]]:
         """By name, functions that measure the rates that times depend on; empty for an emulated machine."""
         if self.emulated:
-            return {}
-        return {"memory": memory_gbs, "disk": DiskRate(self.checkpoint, self.layout)}
+            yield {}
+            return
+        with disk_rate(Model(self.checkpoint, self.layout)) as disk:
+            yield {"memory": memory_gbs, "disk": disk.gbs}
 
     def measure(self, case: Case) -> dict[str, float]:
         """One run and its replay, in seconds."""

@@ -69,9 +69,10 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         if not bench.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(cases[fit[0]])
         measures = {name: partial(bench.measure, cases[name]) for name in fit}
-        in_turn = InTurn(measures, repeats, bench.rates())
-        machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
-        taken, rates = in_turn.taken(), in_turn.calibration_gbs
+        with bench.rates() as measured_rates:
+            in_turn = InTurn(measures, repeats, measured_rates)
+            machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
+            taken, rates = in_turn.taken(), in_turn.calibration_gbs
         policies = [
             policy_result(name, taken[name], bench.predict(cases[name], machine), rates) for name in fit
         ]
@@ -222,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         for each in track(options.only, "settings", still=True):
             settings[each] = measure(each, policies, options.rounds)
+            BENCHMARK.done(each)
             BENCHMARK.write({"settings": {name: settings[name] for name in SETTINGS if name in settings}})
     except BadInput as error:
         BENCHMARK.parser.error(str(error))

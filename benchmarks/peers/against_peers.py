@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except PeerFailed as reason:  # ours: without it there is nothing to compare
             found[part] = {"failed": str(reason)}
             progress.print(found[part])
+        BENCHMARK.done(part)
         BENCHMARK.write(found)
         if "interrupted" in found[part]:
             sys.exit("interrupted: the rounds so far are written")

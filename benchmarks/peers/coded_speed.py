@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.only:
         progress.print(f"[bold]{name}[/bold]")
         found[name] = disk_steps(options) if name == DISK else measured(name, options)
+        BENCHMARK.done(name)
         BENCHMARK.write(found)
 
 

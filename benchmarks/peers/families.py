@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found[name] = measured(name, options)
         except PeerFailed as reason:  # ours: without it there is nothing to compare
             found[name] = {"failed": str(reason)}
+        BENCHMARK.done(name)
         BENCHMARK.write(found)
 
 

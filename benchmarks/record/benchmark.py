@@ -83,6 +83,7 @@ class Benchmark:
         self._claims, self._tables = claims, tables
         self._also = also
         self._said: set[str] = set()
+        self._done: list[str] = []
         self._keeps_parts = keeps_parts
         self._shows_parts = keeps_parts or shows_parts
         self.out = RESULTS / f"{named_for_machine(self.name) if by_machine else self.name}.json"
@@ -131,8 +132,13 @@ class Benchmark:
         """The figures that the file has under the names of parts."""
         return _of(self.stored(), self.parts)
 
+    def done(self, part: str) -> None:
+        """Note that a part is measured, where results are written after each: others keep their date until then."""
+        self._done.append(part)
+
     def joined(self, key: str, part: str, found: Result) -> list[Result]:
         """The rows under a key of the result, each of a part, with one measured anew, in the order of the parts."""
+        self.done(part)
         rows = {row["part"]: row for row in self.stored().get(key, [])} | {part: {"part": part, **found}}
         return [rows[part] for part in self.parts if part in rows]
 
@@ -144,8 +150,9 @@ class Benchmark:
         """Write figures, their claims and tables with the command, the machine, its load, the commit and the code.
 
         A result of some parts replaces one of all parts only where the other parts stay; it keeps its date, and `parts`
-        says how each part was measured. `out` is for scripts that write several files, `parts` for those that keep
-        parts in them: the parts of this file. Claims are printed.
+        says how each part was measured. Figures are those of all chosen parts, unless some are noted as done. `out` is
+        for scripts that write several files, `parts` for those that keep parts in them: the parts of this file. Claims
+        are printed.
 
         Returns: the exit code, 1 if a bar is missed.
         """
@@ -166,7 +173,7 @@ class Benchmark:
             "other_cores": {"before": round(self._before, 2), "during": round(self._load_so_far(), 2)},
         }
         of_file = list(parts) if out else self.parts
-        chosen = [part for part in of_file if part in self._chosen]
+        chosen = [part for part in of_file if part in (self._done or self._chosen)]
         if chosen != of_file:
             whole = dict.fromkeys(of_file, _of(older, about)) if older else {}
             measured = {**older.get("parts", whole), **dict.fromkeys(chosen, about)}

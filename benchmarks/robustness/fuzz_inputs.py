@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{name}: {found['files']:,} files, {found['problems']} problems", *found["first_problems"]
         )
         result[kind][name] = found
+        BENCHMARK.done(name)
         BENCHMARK.write(result)
 
 

@@ -142,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ThreadPoolExecutor(options.processes) as pool:
             answers = [*track(pool.map(lambda unit, until=until: unit.answer(until), units), question)]
         rows[question] = row_of(units, answers)
+        BENCHMARK.done(question)
         BENCHMARK.write({"rows": rows})
     return int(not all(rows[question]["holds"] for question in options.only))
 

@@ -100,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, future in zip(names, track(futures, "mutants"), strict=True):
             found[name] = future.result()
             print(f"{name}: {found[name] or 'NOT FOUND'}", flush=True)
+            BENCHMARK.done(name)
             BENCHMARK.write(
                 {"mutants": len(found), "found": sum(map(bool, found.values())), "found_by": found}
             )

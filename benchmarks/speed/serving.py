@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     for name in options.only:
         found[name] = simulated() if name == SIMULATED else beside_a_batch(WAYS[name], options.rounds)
+        BENCHMARK.done(name)
         code = BENCHMARK.write(found)
     return code
 
