@@ -7,15 +7,17 @@ The requests are those of against_peers. Parts:
 
 resident    All weights in memory.
 page_cache  40 % of the weights' bytes as memory for weights, the files in the page cache.
+small       The same layers with small matrices, so that a decode step is nearly all the host's own time.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from benchmarks.peers.against_peers import MODEL, budget_of
@@ -29,6 +31,7 @@ from benchmarks.shared.kept_models import kept_model
 from benchmarks.shared.older_tree import checkout, variables
 from benchmarks.shared.pairs import Pairs, compared, starts_of
 from benchmarks.shared.reading import warm
+from benchmarks.shared.small_shape import small_shape
 from moesched.models.checkpoint import open_checkpoint
 
 BEFORE = "before"
@@ -41,19 +44,24 @@ class Part(NamedTuple):
 
     Attributes:
         limited: whether weights may take 40 % of their bytes.
+        small: whether the model's matrices are small.
     """
 
     peer: Peer
-    limited: bool
     cases: tuple[Case, ...]
+    limited: bool = False
+    small: bool = False
 
 
 PARTS = {
-    "resident": Part(OURS, False, RESIDENT),
+    "resident": Part(OURS, RESIDENT),
     "page_cache": Part(
-        OURS._replace(settings=ours("expert_streaming", "lru_offload", direct=False)), True, STREAMED
+        OURS._replace(settings=ours("expert_streaming", "lru_offload", direct=False)), STREAMED, limited=True
     ),
+    "small": Part(OURS, (Case(1, 128, 40),), small=True),
 }
+HOST = "small, resident, batch 1, prompts of 128, decode"
+"""The row of the host's own time."""
 
 
 def claims(result: Result) -> Iterator[Claim]:
@@ -66,6 +74,8 @@ def claims(result: Result) -> Iterator[Claim]:
     yield at_most(
         f"batch jobs, seconds over those of commit {before}: median row", middle, 1 / SLOWEST, "{:.3f}"
     )
+    host = result["rows"][HOST]["ratio"]
+    yield at_most(f"the host's own time in a decode step over that of commit {before}", host, 1.0, "{:.3f}")
     words = f"batch jobs with other tokens than commit {before}"
     yield none_of(words, result["other_tokens"], result["requests"])
 
@@ -79,8 +89,9 @@ BENCHMARK.parser.add_argument("before", nargs="?", default="HEAD", help="the old
 class Jobs:
     """Both trees' answers to the requests of a part."""
 
-    def __init__(self, name: str, model: Path, tree: Path) -> None:
+    def __init__(self, name: str, models: Mapping[bool, Path], tree: Path) -> None:
         self._name, part = name, PARTS[name]
+        model = models[part.small]
         self._peers = [part.peer, part.peer._replace(name=BEFORE, environment=variables(tree))]
         self._arguments = [str(model), *([str(budget_of(model))] if part.limited else [])]
         vocabulary = open_checkpoint(model).config.vocabulary
@@ -116,11 +127,11 @@ class Jobs:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure in turns, print a line for each row, and return 1 if a bar is missed."""
     options = BENCHMARK.parse(arguments)
-    model = kept_model(MODEL)
-    warm(model)
     rows: dict[str, Any] = {}
-    with checkout(options.before) as tree:
-        jobs = [Jobs(part, model, tree) for part in options.only]
+    with checkout(options.before) as tree, TemporaryDirectory() as folder:
+        models = {False: kept_model(MODEL), True: kept_model(small_shape(MODEL), Path(folder) / "small")}
+        warm(models[False])
+        jobs = [Jobs(part, models, tree) for part in options.only]
         turns = [(each, rounds) for rounds in starts_of(options.rounds) for each in jobs]
         for each, rounds in track(turns, "measuring", still=True):
             each.start(rounds)

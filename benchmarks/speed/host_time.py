@@ -28,13 +28,12 @@ from benchmarks.record.claims import Claim, Result, at_most
 from benchmarks.record.tables import table_of
 from benchmarks.shared.compiled import compiled
 from benchmarks.shared.kept_models import kept_model
+from benchmarks.shared.small_shape import small_shape
 from benchmarks.speed import _idle_gpu
 from moesched.calibration.timing import OtherLoad
 from moesched.devices.native.compiled import library
 from moesched.jobs.session import run_model
-from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
-from moesched.models.shapes import SHAPES
 
 T = TypeVar("T")
 
@@ -127,25 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole = kept_model(MODEL)
     found = {}
     with TemporaryDirectory() as folder:
-        small = write_random_model(small_shape(), Path(folder) / "model")
+        small = write_random_model(small_shape(MODEL), Path(folder) / "model")
         for name in [each for each in options.only if each in BATCHES]:
             model = small if name == SMALL else whole
             found[name] = measured(model, BATCHES[name], options.rounds)
         issuing = issued(small, options.rounds) if ISSUING in options.only else {}
     return BENCHMARK.write({"model": MODEL, "policy": "resident", "rows": found, "issuing": issuing})
-
-
-def small_shape() -> ModelConfig:
-    """The same layers with matrices that fit in a cache."""
-    sizes = {
-        "hidden": 128,
-        "intermediate": 128,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "vocabulary": 1024,
-    }
-    return SHAPES[MODEL].varied(**sizes)
 
 
 def measured(model: Path, batch: int, rounds: int) -> dict[str, Any]:
