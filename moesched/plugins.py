@@ -108,9 +108,10 @@ class _FoundName(str):
 
 
 def found_here(kind: Kind, given: T) -> T:
-    """Return `given`; if it names a plug-in by module or file, find the class now, in the current folder, and keep it.
+    """Return `given`; a name with a module or a file is looked up now, and the returned name holds the class found.
 
-    Installed names mean the same in any folder, so their modules are imported only when they are used.
+    So the name still gives this class when it is used in another current folder. Installed names mean the same in any
+    folder, so their modules are imported only when they are used.
 
     Raises:
         BadInput: `find` cannot find or load the plug-in.

@@ -86,14 +86,15 @@ class Lane:
     """One serial resource: a compute stream, a copy direction, a CPU pool, a disk queue, a network card.
 
     Args:
-        discipline: "ready_first" takes the ready task of the lowest class, then the earliest one; "in_order" takes
-            tasks in the order of submission.
+        discipline: the order of tasks. "ready_first" takes, of the ready tasks, the one of the lowest priority class,
+            and of several in that class the earliest. "in_order" takes tasks in the order of submission.
         domain: the device, if the lane is one of its streams; None for other lanes. The device itself keeps edges
             between its streams, so a task is handed to its stream once the tasks that it waits for were handed over.
-        depth: the number of tasks in flight up to which any ready task may be handed to the stream. A task is in flight
+        depth: any ready task may be handed to the stream while fewer tasks than this are in flight. A task is in flight
             if it was handed over and has not ended.
-        depth_in_order: the largest number of tasks in flight; `depth` if that is larger. From `depth` on, only the next
-            task in program order is handed over: another could delay an earlier task that becomes ready meanwhile.
+        depth_in_order: the largest number of tasks in flight, at least `depth`. While `depth` or more are in flight,
+            only the next task in program order is handed over. Any other task could delay an earlier one that becomes
+            ready meanwhile.
 
     Attributes:
         in_order: whether the discipline is "in_order".
@@ -101,7 +102,8 @@ class Lane:
         busy: nanoseconds for which tasks have run on the lane so far.
         running: the task that holds the lane; None while the lane is idle.
         over: whether the lane's run is over; a later run refuses its tasks as handles.
-        simple: whether the lane carries no collectives, and its engine was not halted.
+        simple: whether the lane carries no collectives, and its engine was not halted. Then nothing but edges and the
+            lane itself decides when a task starts.
         unstarted: the tasks of a stream in program order, from the first that has not started.
     """
 
@@ -369,11 +371,12 @@ def story_of(task: Task, error: BaseException) -> str:
 
 
 def cancelled_by(task: Task) -> BaseException:
-    """Return the error of a task that needs the result of a lost task.
+    """Return the error of a task that needs the result of a lost task: one that failed or was cancelled.
 
-    This is the failure by which the lost task failed or was cancelled; a new `TaskCancelled` if no failure caused that.
+    If a failure was the cause of the loss, it is returned: a `TaskFailed` or a `PolicyError`. Otherwise the result is a
+    new `TaskCancelled`.
 
-    task: the lost task, which failed or was cancelled.
+    task: the lost task.
     """
     if isinstance(task.cause, (TaskFailed, PolicyError)):
         return task.cause

@@ -35,9 +35,9 @@ class Demand(NamedTuple):
         seconds: the task's time alone on the machine.
         shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
             decimals, so that similar tasks have equal shares.
-        work_class: the class of work that the task belongs to, of those whose slowdowns were measured; empty for none.
-        slowed: the task's measured speeds while tasks of other classes run, relative to its speed alone: pairs of the
-            names of these classes, as one text made by `at_once`, and the speed.
+        work_class: the class of work that the task belongs to, by which measured slowdowns are found; empty for none.
+        slowed: measured speeds of the task while tasks of other classes run, relative to its speed alone: pairs
+            (classes, speed). The classes are one text, in which `at_once` joins their names.
         lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
@@ -60,7 +60,7 @@ class Work(msgspec.Struct, eq=False):
         nbytes: bytes read from and written to the processor's memory, or carried over a link.
         tokens: rows of the operation, for cost tables.
         parts: the operations that the work consists of, for cost tables.
-        kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format, from 0 to 1.
+        kernel_rate: share (0 to 1) of the processor's FLOP/s that kernels reach on weights as they are stored.
         joins: whether an earlier task's launch includes this work, which then launches no kernels itself.
         nanoseconds: the task's time alone on the machine; -1 until the virtual driver computes it.
         lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.

@@ -141,8 +141,8 @@ class EmulatedDevice:
             first: the device of rank 0.
 
         Raises:
-            BadInput: the model is not cut over ranks, so that the devices would be nodes: several machines, which have
-                no common clock.
+            BadInput: the model is not cut over ranks. The devices would then be nodes, that is, several machines, and
+                these have no common clock.
         """
         if self.layout.config.ranks == 1:
             raise BadInput(

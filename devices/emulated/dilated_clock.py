@@ -56,7 +56,8 @@ class Pace:
     Args:
         time: the clock; the constructor starts it.
         dilations: the dilations for prefill and for decode.
-        prompts: number of chunks that end prompts; prefill has ended once `count_prefilled` was called for each.
+        prompts: number of chunks in which at least one prompt ends. After as many calls of `count_prefilled`, prefill
+            has ended.
     """
 
     def __init__(self, time: DilatedClock, dilations: Dilations, prompts: int) -> None:
@@ -66,7 +67,7 @@ class Pace:
         time.run(dilations.prefill)
 
     def count_prefilled(self) -> None:
-        """Count one more chunk that ends prompts and whose tokens were sampled; all calls must come from one thread."""
+        """Count a chunk in which prompts end, once its tokens are sampled; all calls must come from one thread."""
         self._left -= 1
         if not self._left:
             self._time.run(self._decode)

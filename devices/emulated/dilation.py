@@ -27,7 +27,8 @@ def choose_dilations(
 ) -> Dilations:
     """Choose dilations (real seconds for each emulated second) for the prefill and the decode of a plan.
 
-    A rehearsal measures how long this machine works. The dilations are proportional to the number of ranks, which share
+    A rehearsal runs operations of the plan on this machine and measures their real time. From these times
+    `least_dilation` finds the dilations for one rank. They are multiplied by the number of ranks, since all ranks share
     this machine's cores.
 
     Args:

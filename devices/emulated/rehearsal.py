@@ -175,7 +175,7 @@ class _OneLayer:
             step.evict(pages, self._pinned)
 
     async def _second_half(self, step: Step, j: int) -> None:
-        """Run a layer's second half for micro-batch `j`: in one task if `j` is odd, else expert by expert."""
+        """Run all that follows attention for micro-batch `j`: in one task if `j` is odd, else expert by expert."""
         if j % 2:
             step.post_attention(0, j)
             return

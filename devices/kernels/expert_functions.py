@@ -83,9 +83,11 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
-    """Return the scores (T, E), with minus infinity for experts outside of each token's best groups.
+    """Replace the scores of experts outside of each token's best groups by minus infinity; returns (T, E).
 
     A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
+
+    choice_TE: the scores by which experts are chosen.
     """
     if router.kept_groups == router.groups:
         return choice_TE

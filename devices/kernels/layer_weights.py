@@ -72,8 +72,8 @@ class Weights(KernelWeights[Any]):
 
         Args:
             kind: class of the struct.
-            prepare: function that makes the struct, called only once for each kind. It appends the arrays to which the
-                struct points to the list that it gets; these weights keep the list alive.
+            prepare: function (weights, held) that makes the struct, called only once for each kind. It appends the
+                arrays to which the struct points to the list `held`, which these weights keep alive.
         """
         if kind not in self._prepared:
             held: Held = []

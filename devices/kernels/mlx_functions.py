@@ -244,9 +244,11 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Array, router: Router) -> Array:
-    """Return the scores (T, E), with minus infinity for experts outside of each token's best groups.
+    """Replace the scores of experts outside of each token's best groups by minus infinity; returns (T, E).
 
     A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
+
+    choice_TE: the scores by which experts are chosen.
     """
     if router.kept_groups == router.groups:
         return choice_TE
@@ -313,9 +315,10 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
-    """Multiply rows by a matrix in blocks, each of which is for some of the inputs.
+    """Multiply rows (n, I) by experts' matrices in blocks (E experts, some of I, D); returns the sum (n, D).
 
-    The products with the blocks, computed by `product`, are added in float32, and the sum is rounded once.
+    Each block is multiplied by its own columns of x. The products, computed by `product`, are added in float32, and the
+    sum is rounded once.
     """
     if len(blocks) == 1:
         return product(x_nI, blocks)

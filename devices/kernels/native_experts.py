@@ -32,12 +32,12 @@ class NativeExpert(NativeKernel):
 
 
 class NativeExpertByColumns(ByColumns, NativeExpert):
-    """Runs one expert with a limited activation on a few rows, where its matrices are stored transposed."""
+    """Runs one expert on a few rows, if its matrices are stored transposed and its activation has a limit."""
 
     takes = f"{ByColumns.takes}; a limited activation"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: no limited activation, or a reason of a base class; else empty."""
+        """Return why a case is refused: an activation without a limit, or a reason of a base class; else empty."""
         limited = case.network.activation.limit is not None
         return super().refusal(case) or ("" if limited else "it runs experts with a limited activation")
 

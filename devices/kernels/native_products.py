@@ -28,7 +28,10 @@ class NativeProduct(NativeKernel):
 
 
 class ByColumns(NativeKernel):
-    """The first of two bases of kernels that multiply a few rows of bfloat16 by matrices stored transposed."""
+    """A mixin for native kernels that multiply a few rows of bfloat16 by matrices stored transposed.
+
+    A kernel class lists this class first, and then the native kernel's class for matrices stored row by row.
+    """
 
     takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
 
@@ -37,7 +40,11 @@ class ByColumns(NativeKernel):
         self.name = f"{self.name}, columns"
 
     def refusal(self, case: Case) -> str:
-        """Return why a case is refused: no transposed matrix, many rows, or a reason of the other base; else empty."""
+        """Return the reason why a case is refused; empty if the kernel takes the case.
+
+        Refused are matrices that are not stored transposed, more than 16 rows, and all that the kernel's second base
+        class refuses for matrices stored row by row.
+        """
         if case.formats != {COLUMNS}:
             return "it reads matrices that are stored transposed"
         if case.rows > MOST_COLUMN_ROWS:

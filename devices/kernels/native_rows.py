@@ -119,8 +119,9 @@ class NativeMoELayer(NativeMemoryKernel):
     def refusal(self, case: Case) -> str:
         """Return the reason why this kernel refuses a case; empty if it takes the case.
 
-        It refuses what `NativeKernel` refuses, and layers that the C code cannot compute. It takes transposed matrices
-        only of experts that have biases or another activation than SiLU, and only with few rows.
+        Refused are all that `NativeKernel` refuses, and experts that C cannot run (see `unknown_experts`). Matrices
+        stored transposed are refused with more than 16 rows, and for experts whose activation has no limit. A shared
+        expert is refused unless the layer's experts have three matrices, SiLU and no biases.
         """
         network = case.network
         if COLUMNS in case.formats:

@@ -336,7 +336,10 @@ def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:
 
 
 def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yield the matrices of a stack, each joined from its row blocks, listed in `table`, and cut to `rows` rows."""
+    """Yield the matrices of a stack, each joined from its row blocks and cut to its first `rows` rows.
+
+    table: (matrices, blocks, 2); its second size is the number of blocks of each matrix.
+    """
     count = table.shape[1]
     for start in range(0, len(blocks), count):
         yield torch.cat(blocks[start : start + count])[:rows]

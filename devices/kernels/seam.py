@@ -226,8 +226,8 @@ class Kernel(ABC):
         name: name of the kernel, unique among the kernels for its operation.
         takes: the cases that the kernel takes, in words.
         independent: True if the bits of a row's results depend on no other row.
-        made_of: names of operations whose kernels this kernel calls; if all of those are independent, so is this
-            kernel.
+        made_of: names of operations whose kernels this kernel calls. If all those kernels are independent, this kernel
+            counts as independent, too, even if its own `independent` is False.
         has_threads: True if the kernel runs on threads of its own, False if on torch's.
         uses_memory: True if the function that `bind` returns writes each time to the same memory for results, so that
             another micro-batch needs another call of `bind`.

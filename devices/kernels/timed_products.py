@@ -1,4 +1,4 @@
-"""The products with matrices whose time calibration measures, computed as the torch device does on the CPU."""
+"""Products with matrices, computed as the torch device does on the CPU, for calibration to measure their time."""
 
 from __future__ import annotations
 

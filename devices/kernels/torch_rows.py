@@ -187,7 +187,7 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> RouterOutput:
-    """Normalise hidden states, and give each token the layer's only expert, with weight 1, or none if it has none.
+    """Normalise hidden states, and give each token the layer's only expert, with weight 1; none in a layer without one.
 
     experts: number of experts of the layer: 0 or 1.
     """

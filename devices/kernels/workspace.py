@@ -96,7 +96,7 @@ class Workspace:
 class SharedMemory(Workspace):
     """A workspace that takes its tensors from `scratch`, so that the next user of `scratch` overwrites them.
 
-    The tensors that it is given as `tensors` stay where they are.
+    The tensors that the constructor gets as `tensors` are used as they are, and not taken from `scratch`.
     """
 
     def tensor(

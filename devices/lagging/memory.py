@@ -31,7 +31,8 @@ class Block:
     Attributes:
         raw: the block's memory as a uint8 tensor of the CPU.
         nbytes: bytes that were requested for the block.
-        stream: the stream that allocated the block; after its freeing, later allocations of that stream may reuse it.
+        stream: the stream that allocated the block. Once the block is freed, this stream's later allocations may reuse
+            its memory; if there is a `pool`, allocations from that pool may.
         pool: the memory pool of graphs that the block was taken from; None if the allocating call was not captured.
         inferring: whether the allocating call was made in torch's inference mode.
     """

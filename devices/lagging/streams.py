@@ -34,7 +34,8 @@ class Item(NamedTuple):
     Attributes:
         work: the work as a function; None for an event.
         event: the event; None for work.
-        version: number, counted from 1, of the recording of the event: the one that the item is, or waits for.
+        version: number, counted from 1, of the event's recording that this item makes or waits for. It is 0 for work,
+            and for a wait for an event without a recording.
         waits: whether the item waits for the event instead of recording it.
     """
 

@@ -91,7 +91,7 @@ class Evaluations:
         return read(*map(self.on_host, arrays))
 
     def settled(self, value: Any) -> Any:
-        """Return a task's value unchanged, since `value` has copied it to the host already."""
+        """Return a task's value unchanged: the method `value` has copied it to the host already."""
         return value
 
     def close_others(self, micro_batch: int) -> None:

@@ -171,7 +171,7 @@ class RequestsKV:
     def _joined(self, array_NKd: Array, step: KVStep, fresh_TKd: Array) -> list[Array]:
         """Join for each request the cached and the new keys (or values) that the request's new tokens attend to.
 
-        Those of tokens that stay in the window are also stored in the cache.
+        The last of them, from position `step.starts` of the request on, are also written to the request's slots.
 
         Args:
             array_NKd: the keys or the values of a layer, by slot; some of them are overwritten.

@@ -14,7 +14,7 @@ from .memory import ARRAY_DTYPES
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """Make the states of a batch's micro-batches and, if prompts are cut into chunks, those of the chunks after them.
+    """Make the states of a batch's micro-batches; if prompts are cut into chunks, the chunks' states follow them.
 
     prompts: the token ids of each request's prompt, in the order of the requests.
     """
@@ -32,8 +32,8 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchSt
 def serving_states(plan: Plan) -> list[MicroBatchState]:
     """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
-    Each state has KV caches of its own. Opening a request may move other requests of the same cache, which is forbidden
-    while these are in a step, and the requests of another micro-batch may be in one.
+    Each state has KV caches of its own. Opening a request may move the other requests of the same cache, so none of
+    these may be in a step. Requests of other micro-batches may be in a step, so they need other caches.
     """
     states: list[MicroBatchState] = []
     for requests in plan.batch.micro_batches:

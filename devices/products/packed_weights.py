@@ -22,10 +22,12 @@ TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
 
 @cache
 def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
-    """Test if bfloat16 weights should be packed: the processor multiplies bfloat16, and packing changes no bits.
+    """Test if bfloat16 weights should be packed.
 
-    One policy may keep weights packed that another policy streams unpacked, and results must not depend on the
-    schedule. Packed whole matrices are compared with plain row blocks.
+    They should if the processor has instructions that multiply bfloat16, and packing changes no bits of results. The
+    bits matter because one policy may keep weights packed that another policy streams unpacked, and results must not
+    depend on the schedule. So products with packed whole matrices are compared with products with the same
+    matrices in plain row blocks. The result is False, too, if torch cannot pack matrices.
 
     Args:
         transposed: True to compare matrices that are stored transposed, too.

@@ -36,9 +36,12 @@ def _in_float32(
     weight_ND: torch.Tensor,
     multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
 ) -> torch.Tensor:
-    """Compute x @ W.T in float32, piece by piece, rounded once; on one core, as bits may depend on the number of cores.
+    """Compute x @ W.T, (T, N), in float32, rounded once to the dtype of x.
 
-    multiply: function (y, x, W) that writes x @ W.T to y, or adds it, as y holds zeros at first; x and y are float32.
+    One core does it, as bits may depend on the number of cores.
+
+    multiply: function (y, x, W) that writes x @ W.T to y, converting W to float32 piece by piece. x and y are float32,
+        and y holds zeros before the call.
     """
     y_TN = torch.zeros(len(x_TD), len(weight_ND))
     with one_core():

@@ -18,9 +18,9 @@ class Library(Protocol):
     """The interface to evaluate tensors of torch or MLX and to copy them to the host."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return the context manager for direct calls: torch's inference mode; for MLX, one that does nothing.
+        """Return the context in which the runner calls torch or MLX: torch's inference mode; for MLX, an empty context.
 
-        Bound kernels enter it by themselves, except kernels for many rows.
+        Kernels in torch for the operations embed, attention_inputs, attention and greedy enter the mode by themselves.
         """
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:

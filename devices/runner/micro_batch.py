@@ -29,12 +29,12 @@ class MicroBatchState:
         ends: indices of the sequences that a token is sampled for in this step; None for all of them.
         samplings: sampling settings of each token to sample; None if all have the batch's settings.
         logprobs: for each token to sample, the log probabilities that its request wants; None if no request wants any.
-        following: for each sequence, the prompt's next token after the step's tokens, if log probabilities of the
-            prompt are wanted and the prompt goes on; otherwise None. Empty if no request wants log probabilities.
+        following: for each sequence, the token of its prompt that follows the step's tokens. None at the prompt's end,
+            or if log probabilities of the prompt are not wanted. Empty if no request wants log probabilities.
         memory: memory for results of the step's kernels; None if the step has many tokens.
         ends_alone: True if logits that are not finite end only their own request; False if they end the run.
-        most_memories: largest number of memories for results that are kept: one for each number of tokens in a step.
-            To keep one more, the oldest is dropped.
+        most_memories: largest number of memories that `take_memory` keeps, each for a different number of tokens in a
+            step. To keep one more, the oldest is dropped.
         decodes: True if each sequence has one new token in the step, after its prompt.
         caches: the KV caches of the requests, each for some of the layers. A cache has `layers`, the numbers of its
             layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns one layer of the
@@ -101,7 +101,9 @@ class MicroBatchState:
             whole.new[whole.requests.index(request)] = [token]
 
     def take_memory(self, rows: int, scratch: Scratch) -> Workspace:
-        """Return memory for a step's results; later steps with equally many rows get it again, unless `rows` is large.
+        """Return memory for the results of a step with `rows` tokens, and set `memory`.
+
+        The memory is kept for later steps with the same number of tokens, unless `rows` is above KEPT_ROWS.
 
         Args:
             rows: number of tokens in the step.

@@ -197,7 +197,8 @@ def _read(
     Args:
         experts: number of experts of the layer.
         experts_Tk: the choices: the k experts of each of T tokens.
-        scores_E: the router's score of each expert, which the result then has, too (`ScoredTokens`); None for none.
+        scores_E: the router's score of each expert; None for none. With scores, the result is a `ScoredTokens`, which
+            has them.
     """
     report(experts_Tk)
     counts = with_rows(counted(experts_Tk, experts))

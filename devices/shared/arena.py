@@ -73,11 +73,11 @@ def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: tor
 
 
 def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device with the same strides and, on the CPU, at the same offset within a cache line.
+    """Copy a tensor to a device; the copy has the same strides and, on the CPU, the same offset within a cache line.
 
-    The last bits of a float32 product depend on that offset; they must be the same for resident and streamed weights. A
-    large copy is placed in huge pages, from which products read a tenth to a quarter faster. On other devices the copy
-    starts at a multiple of a cache line, as all weights do there.
+    The last bits of a float32 product depend on that offset, and these bits must be the same for resident and streamed
+    weights. A large copy is placed in huge pages, from which products read a tenth to a quarter faster. On other
+    devices the copy starts at a multiple of a cache line, as all weights do there.
     """
     if device.type != "cpu":
         memory = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)

@@ -117,7 +117,7 @@ def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
 
 
 def require_plain(config: ModelConfig, device: str) -> None:
-    """Raise BadInput if a model has quantised weights, for which the device of this name has no kernels."""
+    """Raise BadInput if a model has quantised weights; `device` names a device that has no kernels for them."""
     if formats := config.coded_formats:
         raise BadInput(
             f"{config.name}: device {device} has no kernel for weights in {', '.join(formats)}: use --device torch"
@@ -165,11 +165,12 @@ def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
 
 
 def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack the 6-bit factors of a block's eight groups from 12 bytes: of scales, and of minimums; (N, B, 8) each.
+    """Unpack the 6-bit factors of each block's eight groups from 12 bytes; returns those of scales, and of minimums.
 
-    Bytes 0 to 3 are for scales, bytes 4 to 7 for minimums. Their lower six bits are the factors of groups 0 to 3, their
-    upper two bits are the upper two bits of the factors of groups 4 to 7. The lower four bits of the factors of groups
-    4 to 7 are in bytes 8 to 11: those of scales in the lower half of each byte, those of minimums in the upper half.
+    Both results are uint8 tensors (N, B, 8). Bytes 0 to 3 are for scales, bytes 4 to 7 for minimums. The lower six bits
+    of these bytes are the factors of groups 0 to 3; their upper two bits are the upper two bits of the factors of
+    groups 4 to 7. The lower four bits of the factors of groups 4 to 7 are in bytes 8 to 11: those of scales in the
+    lower half of each byte, those of minimums in the upper half.
     """
     scales, minimums, lower = raw_NBb.split(4, dim=-1)
     others = (lower & 15 | scales >> 6 << 4, lower >> 4 | minimums >> 6 << 4)

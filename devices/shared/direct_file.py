@@ -87,7 +87,10 @@ class DirectFile:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor for reads past the page cache, -1 if there is none, or if `ways` are not this system's."""
+        """Descriptor with which other code can read the file past the page cache; -1 if that is not possible.
+
+        It is -1, too, if `ways` are not the functions and flags of this system.
+        """
         return self._descriptor if self.caching == "bypassed" and self._ways is HERE else -1
 
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
@@ -99,7 +102,7 @@ class DirectFile:
             into: memory to fill; its address and length are multiples of 4096.
             offset: a multiple of 4096.
             needed: number of bytes that must be read; the others may be missing where the file ends.
-            cached: True to take from the page cache the bytes that it has, which is several times as fast as a disk.
+            cached: True to take the bytes that are in the page cache from there; it is several times as fast as a disk.
 
         Raises:
             MoeschedError: the disk failed, or the file ends early.
@@ -157,7 +160,8 @@ class BlockRead:
     """A read of consecutive blocks of a file; calling it reads them, and returns the number of bytes read.
 
     Attributes:
-        file: the file; this and the next three are as for `DirectFile.read`.
+        file: the file to read.
+        into, offset, needed: the arguments of `DirectFile.read`.
         note: function to call with the number of bytes read; None for no function.
         cached: True to take from the page cache the bytes that it has.
     """

@@ -56,7 +56,7 @@ class NodeKernels(Protocol):
         """Add the residual to `total_TD`, the sum over all nodes, and round once; the result is the hidden states."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns each chosen expert's number of rows, and the router's result for the other nodes."""
+        """Run the router; returns each chosen expert's number of rows, and the result to send to the other nodes."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """Take over the router's result that the first node sent; returns each chosen expert's number of rows."""

@@ -46,9 +46,9 @@ class PageLocation(NamedTuple):
     """The blocks of the files that contain a page, and the places of the page's tensors in a slot.
 
     A tensor may start at any byte of its file, but a disk is read in blocks of 4096 bytes. So the blocks that cover a
-    page are read into the slot, where tensors keep their offsets within the blocks. A page must be converted if the
-    files do not hold one of its tensors in the form that kernels read, or hold it at an offset where no view of its
-    dtype can start. The tensors of such a page are written to their offsets in the weight layout.
+    page are read into the slot, where tensors keep their offsets within the blocks. A page must be converted in two
+    cases: a tensor in it is stored in another form than kernels read; or the tensor's rows start at an offset where no
+    view of its dtype can start. The tensors of a converted page are written to their offsets in the weight layout.
 
     Attributes:
         placements: the place in the slot of each part of a tensor in the page, in the page's order.

@@ -51,7 +51,7 @@ class PageReader:
         join: function that joins MXFP4 codes and scales that are apart in the files.
 
     Attributes:
-        dtype: the layout's dtype, which tensors have after a read unless the model keeps them in a format of their own.
+        dtype: the layout's dtype. Tensors have it after a read, except those that the model keeps in another format.
         slot_bytes: bytes that the largest page takes in a slot.
         converts: True if some pages must be converted, as the files do not hold them in the form that kernels read.
         buffer_bytes: bytes of each reading thread's buffer for conversions.
@@ -306,7 +306,10 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """Return the number of bytes to read at once, in whole rows, if only some columns of a tensor are wanted."""
+    """Return the size in bytes of the most whole rows of a tensor that fit in CHUNK_BYTES.
+
+    This much is read at once if only some columns of the tensor are wanted.
+    """
     return CHUNK_BYTES // stored.row_bytes * stored.row_bytes
 
 

@@ -17,7 +17,7 @@ from .read_back import ReadBack
 
 
 class AtOnce:
-    """Copies results to the host if torch runs on the CPU, where a kernel's results are there once its call returns."""
+    """Reads results on the CPU, where a kernel has computed its results once its call returns."""
 
     computing: type[AbstractContextManager[object]] = torch.inference_mode
 
@@ -25,17 +25,17 @@ class AtOnce:
         """Do nothing: unlike MLX's, torch's tensors need no evaluation."""
 
     def on_host(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """Copy a tensor to the host's memory, and wait until the copy is done."""
+        """Return a tensor as an array on the host: a finished copy, or the tensor's own memory if that is there."""
         array: npt.NDArray[Any] = tensor.cpu().numpy()
         return array
 
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """Call `read` with copies of the tensors on the host; returns its result, which is the task's value.
+        """Call `read` with the tensors as arrays on the host; returns its result, which is the task's value.
 
         Args:
-            read: a function that makes the value from the copies, which are numpy arrays.
+            read: a function that makes the value from the arrays.
             beside: not used by torch.
         """
         return read(*map(self.on_host, tensors))
@@ -46,7 +46,7 @@ class AtOnce:
 
 
 class OnStream(AtOnce):
-    """Copies results from a GPU to the host by a stream of the GPU; each is read once its copy is done."""
+    """Copies results from a GPU to the host on the current stream; a result is read after its copy has ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

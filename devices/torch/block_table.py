@@ -37,9 +37,9 @@ class Growth(NamedTuple):
         new: number of new tokens.
         seen: the blocks with the tokens that the new tokens attend to. If `kept` is None, the new tokens are stored in
             these blocks, too.
-        kept: the blocks that hold the sequence after the step. None if these are the blocks `seen`: without a window,
-            or if no sequence of the step has more than one new token. Otherwise storing the new tokens may overwrite
-            tokens in `seen`.
+        kept: the blocks that hold the sequence after the step; None if the blocks `seen` hold it. They differ from
+            `seen` only with a window, in a step where some sequence has several new tokens. Then storing the new
+            tokens may overwrite tokens in `seen`.
     """
 
     past: int

@@ -55,9 +55,10 @@ class Graphs:
 
     @property
     def used(self) -> Mapping[str, Sequence[str]]:
-        """The ways in which calls were repeated, such as "CUDA graphs": {"replay": ways}; empty if none was captured.
+        """The ways in which calls were repeated, under the key "replay": {"replay": ["CUDA graphs"]}, for example.
 
-        After a failed capture, a sentence with the reason is in place of the ways.
+        The mapping is empty if no call was captured. After a failed capture, the list has a sentence with the reason
+        instead of the ways.
         """
         if self.refusal:
             return {"replay": [f"launches, as a capture failed: {self.refusal}"]}

@@ -27,8 +27,8 @@ MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
 class NumberRing:
     """Copies integers to an accelerator through page-locked memory in two halves, which are filled in turn.
 
-    A half is filled again only after the copies from it have ended. At any time, all copies must be on the same stream.
-    The memory is allocated at the first use.
+    A half is filled again only after the copies from it have ended. All copies that have not ended must be on the same
+    stream. The memory is allocated at the first use.
 
     Args:
         device: the accelerator's torch device.

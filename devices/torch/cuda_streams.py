@@ -103,7 +103,8 @@ class CudaStreams:
     def _choose(self, stream: torch.cuda.Stream) -> None:
         """Make a stream the calling thread's current one, until the thread issues to another stream.
 
-        As a lane has a thread of its own, this happens once. A context for each task would take as long as a launch.
+        As a lane has a thread of its own, this happens once. To enter `torch.cuda.stream` for each task would take as
+        long as a launch.
         """
         if getattr(self._here, "stream", None) is not stream:
             self._module.set_stream(stream)
@@ -128,8 +129,8 @@ class CudaStreams:
     ) -> int:
         """Return the time of an event of a task on the host's clock, in nanoseconds.
 
-        The time is adjusted so that it is not later than `now`, and not earlier than the issue of this task, or of any
-        task of another lane that had started before the event.
+        The time is adjusted so that it is not later than `now`, and not earlier than the issue of this task. If a task
+        of another lane had started before the event, the time is not earlier than the issue of that task either.
 
         Args:
             issued: the task.

@@ -19,7 +19,8 @@ from .compute import Compute
 class DeviceKV:
     """Keeps keys and values of one layer at a time on the accelerator, for prompts whose KV cache is on the host.
 
-    Each sequence begins at the start of a block, as in the cache, so that results have the same bits.
+    Each sequence begins at the start of a block, as in the cache, so that attention has the same bits as with a view of
+    the cache.
 
     Args:
         lengths: number of tokens of each prompt, by the number of its sequence.

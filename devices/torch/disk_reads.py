@@ -24,10 +24,10 @@ Read = Callable[[], object]
 class DiskReads:
     """Makes reads of files, several at a time, and returns when all have ended.
 
-    Linux runs reads past the page cache by itself, while the calling thread waits for them (`io_submit`). Threads that
-    wait for one read each need a core and Python's lock whenever a read ends, and get them late while other lanes
-    compute. All other reads, and those on other systems, are made by threads. So are those of a file system that makes
-    each read while it is started, such as one in memory.
+    Linux runs reads past the page cache by itself, while the calling thread waits for them (`io_submit`). If a thread
+    waited for each read instead, it would need a core and Python's lock at the read's end, and get them late while
+    other lanes compute. Threads make all other reads, and all reads on other systems. They also make the reads of a
+    file system on which the start of a read takes until the read's end, such as one in memory.
 
     Args:
         at_once: number of reads under way at a time.
@@ -43,11 +43,11 @@ class DiskReads:
 
     @property
     def queued(self) -> bool:
-        """True if the system has reads past the page cache under way by itself."""
+        """True if the system runs reads past the page cache by itself; False if threads make all reads."""
         return self._queue is not None and self._one_by_one < SLOW
 
     def run(self, reads: Sequence[Read]) -> None:
-        """Make all reads, in any order. After an error, reads that have not begun may be dropped, and it is raised.
+        """Make all reads, in any order; after an error, reads that have not begun may be dropped.
 
         Raises:
             MoeschedError: the disk failed, or a file ends early.

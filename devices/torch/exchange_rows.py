@@ -1,4 +1,4 @@
-"""The host's memory for rows that a micro-batch copies to or from the accelerator, page-locked if that is a GPU.
+"""The host's memory for rows that a micro-batch copies to or from the accelerator; page-locked for a GPU.
 
 Each micro-batch has memory of its own for its decode steps, allocated once. A task of the next layer overwrites it
 after all tasks that read this layer's rows have ended. Prompts have many more rows, but are computed only once: their

@@ -152,8 +152,8 @@ class Replays:
 
     Attributes:
         graphs: the device's graphs.
-        layers: number of layers if whole decode steps are replayed; 0 if each call is. Whole steps are replayed only if
-            the accelerator alone computes them.
+        layers: number of the model's layers if whole decode steps are replayed; 0 if calls are replayed one by one.
+            Whole steps are replayed only if the accelerator alone computes them.
     """
 
     def __init__(self, graphs: Graphs) -> None:

@@ -137,8 +137,8 @@ def _unfit(way: str, plan: Plan) -> str:
 def _at_home(plan: Plan) -> Sequence[Page]:
     """List the pages that a plan keeps in the host's memory.
 
-    A plan may name these pages itself. Otherwise the list has all pages that are not resident on the accelerator if
-    weights are streamed from the host, and only the pages that are resident on the host if not.
+    A plan may name these pages itself. Otherwise, if weights are streamed from the host, the list has all pages but
+    those that are resident on the accelerator. In all other cases it has the pages that are resident on the host.
     """
     fast, host = plan.memory("accelerator"), plan.memory("host")
     if plan.weights.home is not None:

@@ -38,7 +38,8 @@ class Run(NamedTuple):
 class Gather(NamedTuple):
     """Neighbouring sequences of a step with scattered blocks, whose keys and values are copied together for attention.
 
-    Each sequence's copy begins at the start of a block, as in the cache, so that results have the same bits.
+    Each sequence's copy begins at the start of a block, as in the cache, so that attention has the same bits as with a
+    view of the cache.
 
     Attributes:
         queries: number of new tokens of each sequence.
@@ -207,7 +208,7 @@ class KVStep:
 
     @property
     def before(self) -> Iterator[list[range]]:
-        """For each sequence, the slots of its tokens that were cached before the step, as few ranges in order."""
+        """For each sequence, the slots of its tokens from before the step, in order, as the fewest possible ranges."""
         for growth in self._growths:
             tokens = range(growth.past - growth.seen.first)
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
@@ -235,7 +236,7 @@ class KVStep:
 
 
 def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range]:
-    """Return the slots of some tokens of a sequence, in order, as few ranges.
+    """Return the slots of some tokens of a sequence, in order, as the fewest possible ranges.
 
     Args:
         blocks: the sequence's blocks.

@@ -1,7 +1,7 @@
 """Page-locked memory of the host for large buffers, which a GPU can copy from and to directly.
 
-This is ordinary memory that is registered with CUDA. Torch's own page-locked memory would not do for large buffers: its
-size is rounded up to a power of two, and the system may refuse direct reads of files into it.
+This is ordinary memory that is registered with CUDA. Torch's own page-locked memory is unsuitable for large buffers:
+its size is rounded up to a power of two, and the system may refuse direct reads of files into it.
 """
 
 from __future__ import annotations

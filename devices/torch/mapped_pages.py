@@ -52,7 +52,7 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Test whether Linux (5.14 or later) can prefault mapped files, and these have the bytes that kernels read."""
+        """Test whether the files have the bytes that kernels read, and Linux (5.14 or later) prefaults mapped files."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:

@@ -73,7 +73,8 @@ class TorchProbe:
             dtype: dtype of the rows, and of matrices that are not quantised.
             stored: quantised storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
                 row.
-            packed: whether torch multiplies by packed matrices; otherwise native kernels multiply few rows.
+            packed: True if torch multiplies by packed matrices, which must be stored row by row. Native kernels, which
+                multiply few rows in bfloat16, take plain matrices in any case.
 
         Returns:
             a function that takes a number of rows, and returns the function that computes one product.

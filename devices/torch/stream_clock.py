@@ -119,9 +119,10 @@ class StreamClock:
         return host
 
     def _reported_before(self, device: float, host: int) -> int:
-        """Return the time to be reported for a time on the device's clock if a later or equal one was reported before.
+        """Return the host's time to report for a time on the device's clock that is not after the last reported one.
 
-        Times less than ALIKE nanoseconds apart count as equal. The arguments are those of `reported`.
+        Times less than ALIKE nanoseconds apart count as equal, and equal times get the same result. Otherwise the
+        result is between those of the reported times before and after. The arguments are those of `reported`.
         """
         reported = self._reported
         place = bisect_left(reported, (device,))
@@ -136,8 +137,8 @@ class StreamClock:
     def _following(self, last: Zero) -> Zero:
         """Record the zero event after `last`, and return it.
 
-        Its rate is the measured one, changed so that converted times make up within PERIOD for the error of `host`, the
-        difference from `read`.
+        The error of the event's `host` is its difference from `read`. The event's rate is the measured rate, changed so
+        that the error is gone after PERIOD, but at least 0.5.
         """
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6

@@ -185,9 +185,10 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Give weights the number of earlier weights at the same addresses, of a layer with an equal description.
+        """Give weights the number of earlier weights at the same addresses, if the layers have equal descriptions.
 
-        Kernels are bound to weights by this number, so kernels that were bound to the earlier weights are used again.
+        If there are no such weights, the number does not change. Kernels are bound to weights by this number, so
+        kernels that were bound to the earlier weights are used again.
         """
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()

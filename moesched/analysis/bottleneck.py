@@ -43,13 +43,14 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lane: title of the lane that is too slow, or of the lane that waits for the policy, the driver, another rank,
             room or a router.
-        cause: the reason why the critical path waited in this part, such as a lane, a full pool or the policy.
+        cause: the reason why the critical path waited in this part, such as "budget" for a full pool, or "policy";
+            "data" or "lane" if the lane is too slow.
         kind: the verb that takes most of `seconds`; "policy" or "host" for the time between tasks.
         kind_seconds: the part of `seconds` that tasks of `kind` on this lane take.
-        line: the line of the policy that submitted most of these tasks, as file:line; empty if none is known.
+        line: the line of the policy whose tasks take most of `seconds`, as file:line; empty if none is known.
         seconds: time of this part on the critical path.
         share: `seconds` over the time of the run.
-        saved: share of the run's time, from 0 to 1, that a twice as fast lane or the removal of the cause would save.
+        saved: share of the run's time, from 0 to 1, that a lane twice as fast, or the removal of the cause, would save.
     """
 
     lane: str

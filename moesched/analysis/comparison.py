@@ -88,8 +88,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
         The fastest run took the least time or, if the runs generated different numbers of tokens, had the most tokens a
         second. If requests arrive over time, the text compares the medians of their times to the first token and
-        between tokens. It is empty if models differ, if only some runs are predicted or have requests that arrive over
-        time, or if one is a replay.
+        between tokens.
+
+        The text is empty if models differ, if only some runs are predicted, or if one is a replay. It is also empty if
+        requests arrive over time only in some runs, or if a figure of a run is missing.
         """
         alike = len({(run.model, run.figures) for run in self.runs}) == 1
         if not alike or any(run.replayed for run in self.runs):
@@ -250,7 +252,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """Return a row of `columns` cells with the usual error of the prefill time of runs predicted from rates."""
+        """Return a row of the table, of `columns` cells, with the usual error of predicted prefill times.
+
+        The first cell has the row's name. The cell of each run that was predicted from the machine's stated rates has
+        the error. All other cells are empty.
+        """
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _rests_on_rates(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]

@@ -20,12 +20,12 @@ BETWEEN: tuple[Cause, ...] = ("policy", "host")
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Total time of those tasks on the critical path, or times between tasks, that have the same kind, lane and cause.
+    """A part of the critical path: all tasks, or all times between tasks, that have the same kind, lane and cause.
 
     Attributes:
         kind: the verb of these tasks; "policy" or "host" for the time between tasks.
         lane: title of the lane on which the tasks ran; for time between tasks, the lane of the task that follows.
-        cause: the reason why the next task of the path waited for these tasks.
+        cause: the reason why the next task of the path waited for these tasks; for time between tasks, the kind.
         tasks: number of these tasks, or of the times between tasks.
         seconds: total of these times.
         share: `seconds` over the time of the run.

@@ -39,8 +39,8 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
         change: the change in words.
         command: arguments of the `moesched` command that shows the change's effect; TRACE is the run's trace.
         saved: share of the run's time, without loading, that the change saves.
-        decisions_unchanged: True if the policy might decide otherwise after the change, since it awaited results within
-            steps; `saved` then holds only for the recorded decisions.
+        decisions_unchanged: True if `saved` holds only for the recorded decisions. The policy awaited results within
+            steps, so it might decide otherwise after the change.
     """
 
     change: str

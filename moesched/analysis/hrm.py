@@ -187,7 +187,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
         batch_size, micro_batch_size: N and µ, numbers of requests.
         attention_on_gpu, ffn_on_gpu: A_g and F_g, whether the upper level computes attention and FFN.
         weights_on_gpu, kv_on_gpu: r_w and r_c, the shares of the experts' weights and of the KV cache, from 0 to 1,
-            that stay in the upper memory and are not fetched; ignored where the upper level does not compute.
+            that stay in the upper memory and are not fetched. r_w counts only if F_g is true, r_c only if A_g is.
     """
 
     batch_size: int

@@ -1,8 +1,8 @@
 """Finds the spans in which lanes are idle, and the causes.
 
-A span ends when its lane's next task starts. That task waited last for another task, which in turn waited for a third,
-and so on back in time. So every nanosecond of the span belongs to a task on this chain, or to the time between two
-tasks of the chain, in which the policy or the driver ran.
+A span ends when its lane's next task starts. Of the tasks that this task waited for, one ended last. The same holds for
+that task, and so on: these tasks form a chain back in time. Every nanosecond of the span belongs to a task of the
+chain, or to the time between two tasks of the chain, in which the policy or the driver ran.
 """
 
 from __future__ import annotations

@@ -17,12 +17,13 @@ LONGEST_SPANS = 5
 
 
 class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a lane's idle time that has one cause, and is due to tasks of one verb (kind of task) on one lane.
+    """Idle seconds of a lane, summed by their cause and by the verb and lane of the tasks that they are due to.
 
     Attributes:
-        kind, lane: verb, and title of the lane, of the tasks that the idle lane waited for; with the cause "policy" or
-            "host", of the tasks that started after this time; with the cause "finished", empty.
-        seconds: seconds of this part.
+        kind, lane: verb of these tasks, and title of their lane. They are the tasks that ran while the idle lane waited
+            for them. With the cause "policy" or "host" they are the tasks that started after the wait. Both texts are
+            empty with the cause "finished".
+        seconds: sum of the idle seconds.
     """
 
     cause: Cause

@@ -5,9 +5,10 @@ each picks its next task, the classes of transfers, and the tasks that the polic
 Start times are computed anew, and by default no time passes between a task and the tasks that wait for it. If a
 replay is shorter than the recorded run, the difference is time that passed between tasks.
 
-Transfers of the idle class run only when their lane has nothing else to do. In a replay the lane may have nothing to do
-at other times than in the recorded run, also because cancelled transfers were not recorded. So that an idle-class
-transfer does not run at another place in the order, tasks that followed it on its lane wait for it.
+Transfers of the idle class run only when their lane has nothing else to do. In a replay, a lane may be free at other
+times than in the recorded run, also because cancelled transfers were not recorded. An idle-class transfer could then
+run later than other tasks which it preceded in the recorded run. To prevent this, tasks wait for the idle-class
+transfers that were submitted before them and started before them on their lane.
 
 With `handovers`, the mean times between tasks are included (see `moesched.analysis.handovers`).
 """
@@ -100,8 +101,8 @@ class _Replay:
     """A policy that submits the tasks of a recording again, to replay them.
 
     Args:
-        policy_lanes: for each rank, a lane for extra tasks, which last as long as the policy's delays before it
-            submits tasks.
+        policy_lanes: for each rank, a lane for the policy's delays. Each delay before a submission is replayed as an
+            extra task on this lane.
     """
 
     def __init__(

@@ -88,8 +88,8 @@ def choose_window(recording: Recording, *, steps: str = "", layers: str = "", wi
     Args:
         steps: the number of a step, such as "3", or a range such as "2:4" with both ends included. 0 is the prefill, -1
             the loading. By default the first typical decode step.
-        layers: number or range of layers; the window is from the first kernel of these layers in the first of the steps
-            to their last kernel.
+        layers: number or range of layers in the first of the steps. The window is then from the first to the last
+            kernel of these layers in that step.
         window: times since the start of the run, such as "1.2s:1.5s", instead of steps and layers.
 
     Raises:
@@ -142,7 +142,7 @@ def _bounds(option: str, text: str, known: Collection[int]) -> tuple[int, int]:
 
 
 def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
-    """Return the number of the first typical decode step.
+    """Return the number of the first typical decode step; of the last step if no whole decode step was recorded.
 
     Args:
         times: the times of each step, by the step's number.
@@ -171,7 +171,7 @@ def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
     """Return the window of some layers within step `step`, from the first to the last kernel of these layers.
 
     Args:
-        of: the window of the step.
+        of: the window of the chosen steps, which gives its name to the result.
         text: the layers, such as "2:4".
     """
     kernels = [

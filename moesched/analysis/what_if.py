@@ -36,8 +36,9 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         change: the change as the user wrote it.
-        seconds: time of the recorded run, without loading, times the ratio of two replays, with and without the change.
-        speedup: time of the recorded run, without loading, over `seconds`.
+        seconds: duration of the recorded run, scaled by the duration of its replay with the change over that of its
+            replay without the change. All durations are without loading.
+        speedup: duration of the recorded run, without loading, over `seconds`.
         decisions_unchanged: True if the policy awaited results within its steps. After the change it might then decide
             otherwise, but the replay kept its recorded decisions.
     """

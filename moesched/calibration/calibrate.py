@@ -114,8 +114,8 @@ def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine
     Args:
         file: the file to write; by default the one that `--machine auto` reads.
         device: name of the GPU's device, such as "cuda"; empty without a GPU.
-        measure: returns the measured machine, given a new folder for temporary files. The folder, which is removed in
-            the end, is on the disk of the cache, as the system's folder for temporary files may lie in memory.
+        measure: returns the measured machine, given a new folder for temporary files, which is removed in the end. It
+            is inside moesched's cache folder, since the system's own folder for temporary files may be in memory.
 
     Raises:
         BadInput: the file, or the folder and its files, cannot be written. If writing fails only after `measure` has
@@ -234,11 +234,13 @@ class Calibration:
 
 
 def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
-    """Return the slowdown of each class of work by the classes that run beside it, as entries of a machine file.
+    """Return the speed of each class of work beside other classes, as entries of a machine file.
+
+    Each entry has the median speed over several runs.
 
     Args:
-        rates: by (class of the slowed work, classes that run beside it), the speeds of the slowed work in several runs,
-            relative to running alone. The entry has their median.
+        rates: by (class of the slowed work, classes that run beside it), the speeds of the slowed work in the runs,
+            relative to running alone.
     """
     return [
         Contention(work=work_class, beside=other, rate=rounded(median(found)))

@@ -42,11 +42,13 @@ class Observed(NamedTuple):
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
     """Return the speeds of tasks of one class beside other tasks, relative to running alone, by mix of the other tasks.
 
-    For a task (see `Observed`) beside one mix, took - beside + beside * speed = alone; with several mixes, beside and
-    beside * speed are sums over mixes. The speeds solve these equations by least squares (ridge regression), each task
-    weighted by 1 / beside, so that for a single mix the predicted times add up to the measured ones. Speeds are at most
-    1. Tasks that ran mostly alone do not count, nor do tasks that took far longer than usual, as if another thread had
-    used their core.
+    A task that ran beside one mix gives an equation: took - beside + beside * speed = alone (see `Observed`). If it ran
+    beside several mixes, `beside` and `beside * speed` are sums over them. The speeds solve the equations of all tasks
+    by least squares (ridge regression). Each equation is weighted by 1 / beside. With a single mix, the predicted times
+    then add up to the measured ones.
+
+    Speeds are from `LEAST_RATE` to 1. Tasks that ran mostly alone do not count. Nor do tasks that took far longer than
+    usual, since another thread probably used their core.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
     if not overlapping:

@@ -1,7 +1,8 @@
 """Holds the policy under which small models run while a calibration times their tasks.
 
-In RESIDENT mode all weights stay in memory. In STREAMING mode the weights of both layers are fetched in each step; in
-all other modes only the weights of the second layer are fetched.
+In RESIDENT mode all weights stay in memory. In STREAMING mode the weights of both layers are fetched for every
+micro-batch. In all other modes only the weights of the second layer are fetched: in FRESH mode for every micro-batch,
+else once in each step.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ class Exercise:
             await self._layer_by_layer(step)
 
     async def _stream(self, step: Step) -> None:
-        """Run the micro-batches in turn, each through both layers; while one layer computes, the other is fetched."""
+        """Run one micro-batch after the other through both layers, and fetch each layer again after its use.
+
+        One layer is fetched while the other computes.
+        """
         for j in step.micro_batches:
             step.embed(j)
             for i in step.layers:
@@ -139,7 +143,8 @@ class Exercise:
     def _sample(self, step: Step, i: int, j: int) -> None:
         """Submit `sample` for micro-batch j if layer i is the last.
 
-        The last layer's weights have by then displaced the LM head from the processor's caches.
+        `sample` then reads the LM head from memory, since the last layer's weights have displaced the head from the
+        processor's caches.
         """
         if i == step.layers[-1]:
             self.last = step.sample(j)

@@ -76,8 +76,8 @@ class CalibrationExtent(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the extent in the machine's description.
-        batches: batches with small and with large micro-batches, since a device chooses kernels, and the order of
-            weights in memory, by the largest micro-batch of a batch.
+        batches: one batch with small micro-batches and one with large ones. Both are needed, since the largest
+            micro-batch of a batch decides which kernels a device uses, and how it orders weights in memory.
         runs: runs of the small models by dtype; costs in dtypes without runs are scaled from bfloat16.
         repeats: the largest number of measurements that may be repeated because other processes were busy.
     """

@@ -87,9 +87,9 @@ class GpuTasks:
     def host_attention(self) -> list[float]:
         """Return the bytes of KV cache per second that attention on the host read in each run.
 
-        The rate is the difference in bytes over the difference in time of two micro-batches with equally many
-        sequences, one with short and one with long sequences. Runs in which the long sequences took no longer are left
-        out.
+        Two micro-batches with equally many sequences are compared, one with short and one with long sequences. The rate
+        is the difference in their bytes over the difference in their times. Runs in which the long sequences took no
+        longer than the short ones are left out.
         """
         rates = []
         for alike in self._runs:
@@ -181,7 +181,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(work_class: str) -> str:
-    """Return a class's name; copies from page-locked memory to the GPU get the name of copies from the host."""
+    """Return the name of a class of work; copies from page-locked memory to the GPU are called "host->gpu", too."""
     return f"{HOST}->{GPU}" if work_class == f"{PINNED}->{GPU}" else work_class
 
 

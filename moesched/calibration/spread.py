@@ -1,4 +1,4 @@
-"""Estimates the range of the measured speed of each kind of work around its median, over a calibration."""
+"""Estimates how far the speed of each kind of work varied around its median during a calibration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def spread(speeds: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
     """Estimate the range of each kind of work's speed, relative to its median speed.
 
     The expected value is 1. The range reaches from the first to the last decile of `speeds`, and at least from
-    1 / `LEAST` to `LEAST`; with few measurements, `FEWEST` stands for `LEAST`.
+    1 / `LEAST` to `LEAST`. With fewer than `FEW` measurements it reaches at least from 1 / `FEWEST` to `FEWEST`.
 
     Args:
         speeds: measured speeds by kind of work, each relative to the median speed of equal tasks.

@@ -176,8 +176,8 @@ class TaskTimes:
     def points(self) -> list[CostPoint]:
         """Return the points of the cost table: means over the tasks of a run, then medians over the runs.
 
-        Means are used within a run, since a lane's busy time is the sum over all its tasks, and slow ones are part of
-        it. Gaps between tasks are points as well.
+        Within a run the mean is used, not the median, since slow tasks also add to a lane's busy time. Gaps between
+        tasks are points as well.
         """
         found: dict[tuple[str, str, float, float], list[float]] = {}
         for each in (each for group in self._times for each in self._points_of(group)):
@@ -248,9 +248,10 @@ class TaskTimes:
     def _experts(self, group: Group, prefix: str, seconds: float) -> Iterator[CostPoint]:
         """Yield the costs of the parts of `post_attention`: of the router, and of each expert.
 
-        The router's time is computed from the time of `pre_attention`, which also consists of products, and takes as
-        long per byte of weights; a timed task `route` would also hand the choices over to the host. The rest of
-        `seconds`, less the time of the task `combine`, is divided equally among the experts that the tokens chose.
+        The router's time is computed from the time of `pre_attention`. Both consist of products, and are assumed to
+        take equally long per byte of weights. The time of a task `route` would be too long, since that task also hands
+        the choices over to the host. The rest of `seconds`, less the time of the task `combine`, is divided equally
+        among the experts that the tokens chose.
 
         Args:
             group: the measured group of `post_attention` tasks.

@@ -48,7 +48,7 @@ def calibrate(
     """Measure the speed of this machine: memory, disk, matrix products, attention and experts.
 
     Predictions for any model, policy and budget use this file. A calibration takes about half a minute: it measures
-    costs in bfloat16, scales those in float32 from them, and times products with coded weights. With --thorough it
+    costs in bfloat16, estimates costs in float32 by scaling, and times products with coded weights. With --thorough it
     measures both dtypes, takes three to four minutes, and is more exact. Close other programs if you can. Ctrl-C keeps
     the old file.
 

@@ -79,9 +79,9 @@ def check(given: CheckArguments) -> int:
     policy prints is dropped.
 
     A fault is reported with the policy's line. Pages that nothing read, pages that moved twice and idle lanes are
-    advice. The column "bound" has the least time that the same tasks could take in any order: for the prefill and for
-    each decode step, the time of the busiest lane, or of the longest chain of tasks that wait for each other if that
-    is longer.
+    reported as advice. The column "bound" has the least time that the same tasks could take in any order. It is the sum
+    of two times: one for the prefill, one for all decode steps. Each is the time of the busiest lane or, if that is
+    longer, of the longest chain of tasks that wait for each other.
 
     Exit code 1 if there are faults.
     """

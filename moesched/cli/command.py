@@ -169,7 +169,7 @@ def _taken(name: str, hint: Any, default: Any) -> tuple[list[Described], Make]:
 
 
 def _all_taken(function: Callable[..., Any]) -> tuple[list[Described], dict[str, Make]]:
-    """Return the flags of a command's function, and for each parameter the function that makes it from their values."""
+    """Return the flags of a command, and a function for each parameter that makes its value from the flags' values."""
     hints = get_type_hints(function, include_extras=True)
     flags: list[Described] = []
     makers: dict[str, Make] = {}

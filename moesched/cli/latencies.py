@@ -22,11 +22,11 @@ EPILOGUE = """Examples:
 def latencies(given: LatencyOptions, out: options.Picture = None, json: options.Json = False) -> None:
     """Show what moving and computing an expert cost, by number of tokens.
 
-    Policies decide by these figures where an expert runs: the transfer of its weights and inputs, and its computation
-    on each processor (Twiddler, Appendix A and Fig. 7).
+    The figures are the times of the transfer of an expert's weights and inputs, and of its computation on each
+    processor (Twiddler, Appendix A and Fig. 7). Policies decide by them where an expert runs.
 
-    The figures are measurements of `moesched calibrate` if the machine has them, else estimates from its profile. --out
-    draws them, and needs matplotlib: pip install 'moesched[plots]'.
+    They are measurements of `moesched calibrate` if the machine has them, else estimates from its profile. --out draws
+    them, and needs matplotlib: pip install 'moesched[plots]'.
     """
     from moesched.analysis.latency_picture import draw_latencies
     from moesched.analysis.latency_table import latencies_of

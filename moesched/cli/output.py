@@ -112,9 +112,11 @@ def say_band(
 def planners_choice(rate: float | None, where: str = "") -> str:
     """Return the words which say that the planner chose the policy, with the rate that it predicted.
 
+    The result is empty if the user named the policy.
+
     Args:
-        rate: predicted tokens per second; None if the user named the policy, and the result is to be empty.
-        where: text after the rate, which says for which requests the rate holds, and begins with a space.
+        rate: predicted tokens per second; None if the user named the policy.
+        where: text after the rate, on the requests for which it holds; begins with a space unless empty.
     """
     if rate is None:
         return ""

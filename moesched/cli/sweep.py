@@ -78,8 +78,8 @@ def sweep(
 
     Each point is written as a line of --out as soon as it is done. The same command again runs only points that are
     missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails keeps its
-    reason as `failure`, and the sweep goes on. The exit code is then 1 at the end; but a failure of a policy that only
-    --policy all added does not count, unless all points failed.
+    reason as `failure`, and the sweep goes on. The exit code is 1 if a policy that you named failed at a point, or if
+    all points failed. Other failures of policies that --policy all added leave it at 0.
     """
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep

@@ -41,7 +41,7 @@ class ClockMeter:
         self._window_end = 0
 
     def ask(self, number: int, now: int) -> None:
-        """Record that request `number` was sent at `now` nanoseconds; the oldest unanswered requests are dropped."""
+        """Record that request `number` was sent at `now` nanoseconds; only the last 64 requests are remembered."""
         self._sent = {each: sent for each, sent in self._sent.items() if each > number - 64}
         self._sent[number] = now
 

@@ -264,8 +264,8 @@ class NodeJob:
     def _candidates(self, node_order: NodeOrder) -> Iterator[SizeOptions]:
         """Yield batch sizes to try, the largest first; sizes that the order fixes are kept.
 
-        If several nodes take part, one micro-batch has the whole batch, and its prompts are long, the sizes also set a
-        prefill chunk. The prompts are then prefilled in two chunks: one is exchanged while the other is computed.
+        Several nodes prefill long prompts of a single micro-batch in two chunks: one chunk is exchanged while the other
+        is computed. The sizes to try then also set the size of these prefill chunks.
         """
         fixed, count = node_order.sizes, len(node_order.prompts)
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:

@@ -220,8 +220,10 @@ class Roster:
     def _why_lost(self, node: Node, now: float) -> str | None:
         """Return the reason why a node counts as lost; None if it does not.
 
-        A node's last messages may be unread until its connection ends, and its exit code is unknown until its process
-        ends. So the node counts as lost when both have ended, or `ENDING_SECONDS` after one did.
+        A node whose process and connection have not ended is lost if it is silent for too long. Once one of the two has
+        ended, the other is awaited for up to `ENDING_SECONDS`: a node's last messages may be unread until its
+        connection ends, and its exit code is unknown until its process ends. A process that cannot be seen is not
+        awaited.
         """
         ended = node.process.poll() is not None
         if not ended and not node.hung_up:

@@ -1,4 +1,4 @@
-"""Adaptive replacement (ARC): an eviction rule that balances recency against frequency as evicted pages come back."""
+"""Adaptive replacement (ARC): an eviction rule that learns from refetched pages to weigh recency and frequency."""
 
 from __future__ import annotations
 

@@ -80,7 +80,10 @@ class ExpertPool:
 
 
 def _slots_bytes(plan: Plan) -> int:
-    """Return the bytes of one expert's slots: as many slots, of equal size, as the largest expert has pages."""
+    """Return the bytes of the slots for one expert.
+
+    All slots have the size of the largest page, and there are as many as an expert has pages at most.
+    """
     return len(plan.layout.an_expert) * max(
         plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0
     )

@@ -106,7 +106,9 @@ def _fitting(plan: Plan, beside: int) -> list[int]:
 
 
 def _fitting_layers(plan: Plan, beside: int) -> list[int]:
-    """Return layers, spread evenly, whose KV cache fits on the accelerator; for a plan with a single micro-batch.
+    """Return as many layers, spread evenly, as have room for their KV cache on the accelerator.
+
+    For a plan with a single micro-batch, whose whole cache does not fit.
 
     beside: bytes to keep free on the accelerator.
     """

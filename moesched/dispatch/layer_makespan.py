@@ -115,11 +115,14 @@ class ChosenExperts:
         return end
 
     def copies(self, rows: int) -> float:
-        """Return the seconds to copy all hidden states to the host and `rows` rows of outputs back."""
+        """Return the seconds to copy hidden states to the host and `rows` rows of outputs back.
+
+        The number of hidden states is taken to be the largest number of tokens of a chosen expert, wherever it runs.
+        """
         return self._to_host + self._from_host(rows)
 
     def busy(self, host: float, fetched: int) -> float:
-        """Return the seconds that the host's experts take while experts are fetched, which slows the host down.
+        """Return the seconds that all of the host's experts take, slowed down while experts are fetched.
 
         Args:
             host: seconds that the host's experts would take without fetches.
@@ -130,7 +133,7 @@ class ChosenExperts:
         return throughout if throughout < for_a_time else for_a_time
 
     def moving(self, fetched: int, busy: float) -> float:
-        """Return the seconds that fetches take while the host runs experts, which slows the fetches down.
+        """Return the seconds that all fetches take, slowed down while the host runs experts.
 
         Args:
             fetched: number of fetched experts.
@@ -302,7 +305,7 @@ class _Search:
         self._least = _sums_of_rest(list(map(min, self._here, self._there)))
 
     def best(self) -> LayerDecision:
-        """Return the assignment whose makespan is within 1 % of the least."""
+        """Return an assignment whose makespan is within 1 % of the least."""
         self._look(0, 0.0, sum(self._layer.resident_here[self._layer.movable :]), (), 0, ())
         return self._best
 

@@ -299,7 +299,7 @@ def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, 
 
 
 def _searched_load(holders: Holders, top_k: int) -> float:
-    """Return the mean number of experts that the busiest node runs per token, by which the search compares placements.
+    """Return the mean number of experts that the busiest node runs per token, for the search to compare placements.
 
     The mean is exact if there are few distinct choices of experts, else over a fixed random sample of choices.
 
@@ -393,8 +393,8 @@ def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
 def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
     """Return a placement whose copies are spread evenly, as a bit mask of the nodes that hold each expert.
 
-    Each expert in turn gets a group of nodes for its copies. Of the groups that can be made of the nodes with the most
-    free room, it is the group that the fewest earlier experts got.
+    Each expert in turn gets a group of nodes for its copies, made of the nodes with the most free room. Of the possible
+    groups, the one that was given to the fewest earlier experts is taken, or of several such, the one with most room.
     """
     room = [per_node] * nodes
     groups: Counter[int] = Counter()

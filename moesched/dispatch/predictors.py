@@ -181,7 +181,7 @@ def _trace(path: str, config: ModelConfig) -> RoutingTrace:
 
 
 class TransitionCounts:
-    """For pairs of layers, the number of tokens that chose expert a in one layer and expert b `distance` layers later.
+    """Numbers of tokens that chose expert a in one layer and expert b `distance` layers later, by layer, a and b.
 
     Args:
         layers: number of layers of the model.

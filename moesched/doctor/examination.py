@@ -59,7 +59,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def troubles(self) -> list[Finding]:
-        """Findings that are troubles, of the machine and of the trial."""
+        """All findings, of the machine and of the trial, that have a remedy."""
         return [each for each in (*self.findings, *self.trial) if each.is_trouble]
 
 

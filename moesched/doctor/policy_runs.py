@@ -94,7 +94,8 @@ def run_policies(
 ) -> PolicyRuns:
     """Run a model under every policy, most of them with too little memory to keep all weights in it.
 
-    The policy `resident` runs first; the others then get less memory than `resident` took, unless they need as much.
+    The policy `resident` runs first, without a budget. Each other policy gets a budget that is smaller than the peak of
+    `resident`. If its plan does not fit this budget, it runs without one.
 
     Args:
         device: name of a device of `moesched list devices`.
@@ -122,7 +123,7 @@ def run_policies(
 
 
 def _tight(report: JobReport) -> dict[str, int]:
-    """Return a budget {memory: bytes}: the share `TIGHT` of a run's peak, for the memory in which it was highest."""
+    """Return a budget {memory: bytes} for the memory with a run's highest peak: the share `TIGHT` of this peak."""
     memory = max(report.peak_bytes, key=lambda name: report.peak_bytes[name])
     return {memory: int(TIGHT * report.peak_bytes[memory])}
 

@@ -117,7 +117,10 @@ def probe_mapped_files(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_folders(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on the folders of cache and model: usable, with room, and readable without the page cache."""
+    """Yield a finding for each folder of cache and model: whether it can be used, and is read past the page cache.
+
+    The folder of the cache must also have enough room.
+    """
     for folder in facts.folders:
         yield finding(_state_of(folder), folder=folder, least=LEAST_FREE)
 

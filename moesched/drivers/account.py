@@ -270,7 +270,7 @@ class _LaneAccount:
     def _start(self, task: Task, call: int) -> list[str]:
         """Return the rules that the start of `task` breaks, as lines of text.
 
-        For example, a task must not overtake a more urgent one that was ready by the engine's call `call`.
+        For example, a task must not overtake a more urgent one that became ready in the engine's call `call` or before.
         """
         wrong = []
         if self.running is not None:
@@ -287,7 +287,7 @@ class _LaneAccount:
         return wrong
 
     def _more_urgent(self, task: Task, call: int) -> Task | None:
-        """Return a task that was ready by the engine's call `call` and is more urgent than `task`; None if none is."""
+        """Return a task more urgent than `task` that became ready in the engine's call `call` or before; else None."""
         too_fresh = []
         found = None
         while found is None and self.by_key and self.by_key[0][0] < task.key:

@@ -73,7 +73,10 @@ class CapturingEngine(Engine):
         return tasks
 
     def forget(self) -> None:
-        """Drop the references between captured tasks, which never settle and which no garbage collection frees."""
+        """Drop the references between captured tasks, so that the tasks are freed.
+
+        Captured tasks never settle, and the garbage collector does not track tasks.
+        """
         super().forget()
         for task in self._tasks:
             task.followers = task.operands = None
@@ -204,8 +207,9 @@ class StepGraph:
 def capture(run_state: RunState, policy: Policy) -> list[StepGraph]:
     """Capture the graphs of a whole run: of loading, of prefill, then of each decode step.
 
-    Once two steps in a row have the same graph, the steps after them, except for the last one, are taken to be equal,
-    and are not captured; but only if the policy changed none of its attributes, and did not read the step's number.
+    Once two steps in a row have the same graph, the later one also stands for all steps after it except the last step
+    of the run, which is captured, too. This is done only if the policy, in the later of the two steps, changed none of
+    its attributes and did not read the step's number.
 
     Raises:
         NotFixed: the policy's steps may differ: it awaited a handle, has an eviction rule, or declares a state of its
@@ -296,9 +300,10 @@ class Edges:
         return edges
 
     def _forget_below(self, number: int) -> None:
-        """Make all sets in `self._reached` begin with the word that has the bit of the task `number`.
+        """Make all sets of tasks in `self._reached` begin with the word that has the bit of the task `number`.
 
-        The words before it are dropped. If the sets begin later, words without bits are put in front.
+        A set is a list of words (`Words`). The words before that one are dropped. If the sets begin later, words of 0
+        are put in front.
         """
         lowest = number // WORD * WORD
         by = (lowest - self._lowest) // WORD

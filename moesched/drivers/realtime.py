@@ -84,8 +84,8 @@ class SharedEngine(Engine):
     def _note_submit_delay(self, task: Task) -> int:
         """Record, for traces, the time that the policy took to submit a task.
 
-        The time counts from the end of the task that the policy awaited last or, if submissions were recorded after
-        that, from the last of these.
+        The time counts from the later of two moments: the end of the task that the policy awaited last, and the
+        previous recorded submission.
 
         Returns:
             the time now in nanoseconds; -1 if no trace is recorded.

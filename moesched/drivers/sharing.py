@@ -61,10 +61,12 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
 def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
     """Return the measured speed of one class of work beside other classes, relative to running alone.
 
+    If `others` were not measured together, the result is the product of the speeds beside each one of them. A class
+    that was not measured counts as 1.
+
     Args:
         others: names of the classes of work that run at the same time.
-        slowed: measured speeds, by the names of the other classes joined by `at_once`. If `others` were not measured
-            together, the product of the speeds beside each of them is returned, with 1 for a class not measured.
+        slowed: measured speeds of the class, each by the name that the function `at_once` gives the other classes.
     """
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured

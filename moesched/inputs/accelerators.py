@@ -26,10 +26,11 @@ def cut_over_ranks(
     """Return one accelerator's share of the model, of the machine, and of the budget of each memory in bytes.
 
     For a pipelined policy, which itself assigns layers to accelerators, model and budgets are returned undivided. A
-    limit of page-locked memory among the budgets is set in the returned machine.
+    budget of page-locked memory becomes the size of that memory in the returned machine, unless `machine` states one.
 
     Args:
-        budgets: limits by memory, as bytes or texts such as "16GB"; None for none.
+        budgets: limits by memory, as bytes or texts such as "16GB"; None for none. The limit of the accelerators' own
+            memory is for each of them, and is not divided; all others are for all accelerators together.
         ranks: number of accelerators that share the model; None for all of the machine.
         policy: class of the policy; None for one that is not pipelined.
         here: whether the machine is this one.

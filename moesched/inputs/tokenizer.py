@@ -124,9 +124,10 @@ class Tokenizer:
     def _require_short(self, text: str, most: int) -> None:
         """Raise BadInput for a text with far more than `most` tokens, without encoding all of it.
 
-        A text is refused at once if it is longer than four times `most` tokens of the greatest length; the factor four
-        allows for tokenizers that drop or join characters. Other texts are encoded in pieces until these have more than
-        twice `most` tokens, since cutting a text at most doubles its tokens.
+        A text is refused at once if it has more than 4 * `most` * n characters, where n is the number of characters of
+        the vocabulary's longest token. The factor 4 allows for tokenizers that drop or join characters. A shorter text
+        is encoded piece by piece, and refused when its pieces have more than 2 * `most` tokens. The factor 2 allows for
+        the cuts, which at most double the tokens of a text.
         """
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         tokens = 0

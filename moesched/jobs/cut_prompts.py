@@ -49,5 +49,5 @@ def cuts_prompts(plan: Plan, asked: int | None) -> bool:
 
 
 def may_cut_prompts(plan: Plan) -> bool:
-    """Test whether a plan is for one machine and has its whole KV cache on the accelerator, which computes prompts."""
+    """Test whether a plan is for one machine and has its whole KV cache on the accelerator."""
     return plan.nodes.count == 1 and all(role == "accelerator" for roles in plan.kv.roles for role in roles)

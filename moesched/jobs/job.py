@@ -47,8 +47,8 @@ class Job:
     Attributes:
         chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
         chooses: whether the planner is to choose the policy; until then the job has a provisional one.
-        slot_bytes: returns the bytes of memory that a page of weights takes; after `use_devices` the devices' own
-            function, before it `room_for`, which gives the most that a page may take.
+        slot_bytes: function that returns the bytes of memory that a page of weights takes. Before `use_devices` it is
+            `room_for`, which gives the most that a page may take; afterwards it is the devices' own function.
 
     Raises:
         BadInput: an option cannot be used.
@@ -107,7 +107,10 @@ class Job:
         return job
 
     def with_sizes(self, sizes: BatchSizes) -> Job:
-        """Return a copy whose method `sizes` returns these sizes until the copy's policy or number of beams changes."""
+        """Return a copy of the job whose method `sizes` returns these sizes.
+
+        Jobs made from the copy by `with_policy` or `with_beams` choose sizes of their own.
+        """
         job = copy(self)
         job._sizes = sizes
         return job

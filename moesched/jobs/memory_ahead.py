@@ -37,10 +37,12 @@ BESIDE = 1 << 30
 def pieces_to_take(
     given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
 ) -> list[int]:
-    """Return the bytes of each piece of memory to take early: of the pages and tensors that will stay in this process.
+    """Return the sizes, in bytes, of the pieces of memory to take early.
 
-    A rough plan of the first batch gives them. The list is empty if the device keeps weights elsewhere or in another
-    form, if the process's memory is limited, or if the plan does not fit; the run itself reports that later.
+    There is a piece for each page of weights and each global tensor that will stay in this process, by a rough plan of
+    the first batch. Pieces smaller than `LEAST` are left out. The list is empty if the device keeps weights elsewhere
+    or in another form, if the process's memory is limited, if too little memory is available, or if the plan does not
+    fit. The run itself reports later that a plan does not fit.
 
     Args:
         lengths: tokens of each prompt.

@@ -82,8 +82,8 @@ def serving_job(
 def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> None:
     """Refuse unusable options early, before the device's libraries are imported, which takes seconds.
 
-    An unknown policy is refused. If the device is the CPU, an unknown machine or memory is refused, too, and so are
-    sizes that do not fit, if the machine has one memory and the process has no budget.
+    An unknown policy is refused. The other checks are only for the device CPU: an unknown machine or memory is refused.
+    So are sizes that do not fit, but only if the machine has one memory and the process has no budget.
 
     Args:
         context: the largest number of tokens of a request.

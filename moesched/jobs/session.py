@@ -161,7 +161,10 @@ class _First(NamedTuple):
 
 
 def _kernels_here(settings: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return a device's settings, after finding the kernels that they name by module or file (see `found_here`)."""
+    """Return a device's settings with each of the `own_kernels` replaced by the result of `found_here`.
+
+    So kernels that are named by module or file are found now, in the current folder.
+    """
     if not settings or "own_kernels" not in settings:
         return settings
     own = settings["own_kernels"]

@@ -144,9 +144,10 @@ def _ranks(job: Job, batch: Batch) -> list[Rank]:
 
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
-    """Return the prompt length of each request in tokens, and whether all requests run.
+    """Return the prompt length of each request in tokens, and whether all of these requests run.
 
-    If not, only those that fill one batch run: neither the options nor the workload give the number of requests.
+    All run if the options or the workload give the number of requests. Otherwise only the first ones run, as many as
+    fill one batch.
     """
     listed = given.requests or len(workload.prompt_tokens)
     count = listed or given.batch_size or MOST_REQUESTS

@@ -75,8 +75,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
         ram: host memory in the notation of `parse_ram`; with `chip`, its size alone.
         pcie: the GPU's slot, such as "4x16"; by default the fastest that both GPU and CPU have.
         disk: the disk in the notation of `parse_disk`.
-        weights: the memory that all weights come from: "host" or "disk". By default "host" with `gpu`; otherwise always
-            "disk".
+        weights: the memory that all weights come from: "host" or "disk". With `gpu`, "host" is the default; without,
+            weights always come from "disk".
         pinned: size of the host's memory that can be page-locked; by default all of it.
         name: the machine's name; by default made from the names of its parts.
     """

@@ -36,16 +36,17 @@ MOST_FEW_ROWS = 16
 class Calibrated:
     """Cost model from a machine's table of measured operations: work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. An operation whose weights are larger than the largest
-    measured ones takes the time of these, plus the further time that a matrix product takes for the larger weights. The
-    further time is multiplied by a factor, since a product reads weights faster when products alone are timed than in
-    a run. The factor is the measured time of the LM head divided by the time of its product alone, and at least 1.
-    Concurrent work is slowed as measured. Work without parts takes the time that the roofline gives.
+    Times are interpolated between measured sizes and rows. For an operation with larger weights than any that were
+    measured, extra time is added to its time at the largest measured size. The extra time is the difference between the
+    times of matrix products alone at the two sizes, multiplied by a factor, because a product alone reads weights
+    faster than a product in a run. The factor is the measured time of the LM head divided by the time of its product
+    alone, and at least 1. Concurrent work is slowed as measured. Work without parts takes the time that the roofline
+    gives.
 
     Args:
         dtype: dtype that the model computes in.
-        levels: for some classes of work, the end of their ranges of measured speeds to use, "low" or "high"; all other
-            classes use the median.
+        levels: by class of work, "low" or "high": the end of the class's range of measured speeds to use. Classes that
+            are not named use the median.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.

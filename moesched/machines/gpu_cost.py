@@ -24,8 +24,8 @@ class GpuCosts:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: for some groups of rates, the figure of their estimates to use, "low" or "high"; all other groups use
-            the expected figure. The cost table's groups are "product" and "dispatch".
+        levels: by group of rates, "low" or "high": the figure of each of the group's estimates to use. Groups that are
+            not named use the expected figure. The cost table's groups are "product" and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:

@@ -23,8 +23,8 @@ class WorkTimes(NamedTuple):
     Attributes:
         computing: time to compute, if memory took no time.
         moving: time to move the bytes at the rate that these kernels reach, if computing took no time.
-        holding: time for which the work uses up the memory's bandwidth: that of moving the bytes at the rate that all
-            users of the memory reach together; at most `moving`.
+        holding: time for which the memory's bandwidth would be used up if the bytes moved at the rate that all users of
+            the memory reach together; at most `moving`.
         working: time to compute and to move the bytes. The two overlap, except where a power limit prevents it.
         fixed: time to start the kernels, and time of the host's handling of the result.
     """
@@ -47,8 +47,8 @@ class KernelTimes:
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: for some groups of rates, the figure of their estimates to use, "low" or "high"; all other groups use
-            the expected figure.
+        levels: by group of rates, "low" or "high": the figure of each of the group's estimates to use. Groups that are
+            not named use the expected figure.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class KernelTimes:
         return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
-        """Return the FLOPs that kernels compute over those the products need; a tile has a least number of rows."""
+        """Return the number of FLOPs that kernels compute, divided by the number that the products need.
+
+        The ratio is at least 1, since a kernel for more than a few rows computes at least the rows of one tile.
+        """
         least, few = self._class.tile_rows, self._class.few_rows
         asked = computed = 0.0
         for part in products:

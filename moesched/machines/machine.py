@@ -51,11 +51,11 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         expert_bandwidth: bytes of weights per second that an expert's kernel reads; None if it reads at the memory's
             bandwidth.
         handover_seconds: time from the end of a kernel until the network may send its result.
-        device_class: name of the class of device, whose file in `rates/` has the shares of the stated rates that
-            kernels sustain; empty if they sustain all.
-        rates: estimates by name, which replace those of the class.
-        replays: whether each task of up to 128 rows is started by the replay of a graph, of this task alone or of a
-            whole decode step, as on device cuda with `triton=true`.
+        device_class: name of a class of device; its file in `rates/` has the shares of the stated rates that kernels
+            sustain. Empty if kernels sustain the stated rates in full.
+        rates: estimates of this processor's sustained rates, by name; they replace those of the class.
+        replays: whether the replay of a graph starts each task of up to 128 rows, as on device cuda with `triton=true`.
+            The graph has the kernels of this task alone, or of a whole decode step.
     """
 
     memory: str
@@ -193,13 +193,13 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The measured time of one operation that runs alone on the machine.
 
     Attributes:
-        operation: name as in `WorkPart.operation`; on a machine with a GPU also "product" for a matrix product, or
-            "dispatch" followed by a `Work.kind` for the time that the host takes to issue such a task; on other
-            machines also "dispatch", the time from the end of a task to the start of the next one on its lane.
+        operation: name as in `WorkPart.operation`. A machine with a GPU also has "product" for a matrix product, and
+            "dispatch KIND" for the time to start a task whose `Work.kind` is KIND. Other machines also have "dispatch",
+            the time from the end of a task to the start of the next one on its lane.
         size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
             attention, bytes that one KV head caches of one sequence.
-        seconds: time of the operation. For a dispatch on the GPU, the time of the whole task; on the host or a link,
-            the task's time less the time that its computation or its bytes take.
+        seconds: time of the operation. A dispatch on the GPU has the time of the whole task. A dispatch on the host or
+            a link has the task's time less the time of its computation or its copy.
         dtype: dtype of activations and of plain weights; empty if it does not matter.
         format: storage format of coded (quantised) weights; empty for plain weights.
         rows: number of rows that are multiplied with the weights; for reads or transfers, their number; for a decode
@@ -222,8 +222,8 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Measured speed of one class of work while other classes run beside it.
 
     Attributes:
-        work: class of the slowed work: one of WORK_CLASSES, or a link as "source->destination"; in old files also one
-            of BY_THEMSELVES, which no prediction uses.
+        work: class of the slowed work: one of WORK_CLASSES, or a link as "source->destination". Old files may also
+            have the operations in BY_THEMSELVES, which predictions ignore.
         beside: classes that run beside the slowed work, joined by " + " in alphabetical order.
         rate: speed of the slowed work, relative to running alone.
     """
@@ -239,7 +239,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         measured_on: the processor that the costs were measured on; empty if they were not measured.
         cost_format: the version of the cost table's format; 0 without a cost table.
-        spread: range of the measured speed of each class of work, relative to its median; keys as in `Contention.work`.
+        spread: range (low, expected, high) of the measured speed of each class of work, relative to its median. Keys
+            are as in `Contention.work`; on a machine with a GPU, "product" and "dispatch".
         network: the connection to other machines of this kind; None for a single machine.
         wired_memory: rates of wiring weights; None if the accelerator's driver never unwires weights.
         price_usd: price of the whole machine in US dollars.
@@ -320,7 +321,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_only(machine: Machine) -> Machine:
-    """Return a copy of a machine whose dicts and lists cannot be changed."""
+    """Return a copy of a machine, with dicts and lists that cannot be changed."""
     group = machine.accelerator_group
     if group.interconnect is not None:
         paths = tuple(group.interconnect.paths)

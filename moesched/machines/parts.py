@@ -62,7 +62,8 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         usable: size of the memory without the bytes for error correction, as text; None if all is usable.
         bandwidth: bytes per second of the memory.
         watts: power limit.
-        device_class: name of the class of device, such as "consumer-gpu", which has the rates that kernels sustain.
+        device_class: name of the class of device, such as "consumer-gpu"; its file in `rates/` has the rates that
+            kernels sustain.
         pcie: generation and lanes of the slot, such as "4x16".
         float32: FLOP/s of the vector units.
         half: dense FLOP/s of 16-bit matrix products that accumulate in float32.

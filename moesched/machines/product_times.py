@@ -57,8 +57,8 @@ class ProductTimes:
             rows: number of rows of activations.
             stored: quantised format of the weights; `COLUMNS` for plain transposed weights, empty for other plain
                 weights.
-            resident: whether the weights stay in memory; if products with such weights were measured, their times
-                count, since a device may rearrange such weights for faster products.
+            resident: whether the weights stay in memory. A device may rearrange such weights for faster products, so
+                the times of products with such weights are used if they were measured.
         """
         kinds = (RESIDENT_PRODUCT, PRODUCT) if resident else (PRODUCT,)
         surface = next(

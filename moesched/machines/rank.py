@@ -17,8 +17,8 @@ def rank_share(machine: Machine, ranks: int) -> Machine:
     overlap, through the host's memory.
 
     Raises:
-        BadInput: the machine has fewer accelerators, or, for several ranks, its costs were measured (with one
-            accelerator), or it has neither an interconnect nor links to the host's memory and back.
+        BadInput: the machine has fewer accelerators. For several ranks also if its costs were measured, since that was
+            with one accelerator, or if it has neither an interconnect nor links to the host's memory and back.
     """
     count = machine.accelerator_group.count
     if not 1 <= ranks <= count:

@@ -21,8 +21,8 @@ class Roofline:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: for some groups of rates, the figure of their estimates to use, "low" or "high"; all other groups use
-            the expected figure.
+        levels: by name of a group of rates, the figure of its estimates to use, "low" or "high". Groups that are not
+            named use the expected figure.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:

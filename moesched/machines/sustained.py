@@ -1,7 +1,7 @@
 """Finds sustained rates: the share of a machine's stated rates that kernels and copies reach.
 
-A processor names its class of device, from `rates/`; the processor's own `rates` replace those of the class. In a
-description without any class, the stated rates count as sustained in full.
+A processor names its class of device, from `rates/`; the processor's own `rates` replace those of the class. If no
+processor of a machine names a class, the stated rates count as sustained in full.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
     """Return the share of a link's stated bandwidth, from 0 to 1, that copies sustain.
 
     Args:
-        levels: for some kinds of copy, the figure of their estimates to use, "low" or "high"; all other kinds use the
+        levels: by kind of copy, the figure of its estimate to use, "low" or "high". Kinds that are not named use the
             expected figure.
     """
     kind = link_kind(machine, link)
@@ -157,10 +157,11 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
 
 
 def groups(machine: Machine) -> dict[str, str]:
-    """Return a label in words for each group of rates that vary together, by the group's name.
+    """Return a label in words for each group of rates, by the group's name.
 
-    A group is a rate of a class of device, or a kind of copy. On a calibrated machine, groups are the classes of work
-    whose spread was measured and, if it has a GPU, also its rates.
+    An uncertainty band sets all rates of a group to their low or high figures at once. A group is a rate of a class of
+    device, or a kind of copy. A calibrated machine also has a group for each class of work whose spread was measured;
+    it has only these groups if accelerator and host share one memory.
     """
     found = {name: f"measured: {name}" for name in machine.spread}
     if machine.cost_table and machine.unified:

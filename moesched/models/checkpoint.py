@@ -99,7 +99,7 @@ class Blocks(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the file for reads past the page cache, as many at once as wanted; -1 if there is none."""
+        """Descriptor of the file for reads that bypass the page cache; many may run at once. -1 if there is none."""
 
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         """Read bytes of the file from `offset` on into the buffer `into`, and return the number of bytes read.
@@ -157,13 +157,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
-    """Locate every tensor of a model, in a folder with one safetensors file or several and an index, or in GGUF files.
+    """Locate every tensor of a model in its safetensors or GGUF files.
 
     A tensor in a file may contain several of the model's tensors, such as all experts of a layer; each of these then
     has a range of its bytes. Only headers are read.
 
     Args:
-        model: a folder, or a GGUF file; of a split GGUF model, any of its files.
+        model: a folder with one safetensors file, or with several files and an index; or a GGUF file, which may be any
+            file of a split model.
         partial: whether a safetensors file may be missing if a copy of its header is there.
 
     Raises:

@@ -79,8 +79,8 @@ def coded_as(config: ModelConfig, name: str) -> ModelConfig:
 def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> ModelConfig:
     """Return a copy of a model's configuration that says which tensors stay in the format of the files.
 
-    Coded tensors stay, and so do norms and routers in float32 if matrices are in other formats; all other tensors are
-    converted to the dtype of the computation.
+    Coded tensors stay. Norms and routers in float32 stay, too, unless all matrices are in float32. All other tensors
+    are converted to the dtype of the computation.
 
     Args:
         formats: for each canonical name of a tensor, the format in the files.

@@ -173,7 +173,7 @@ class ConfigFile:
     def text_keys(self, kind: type[T]) -> T:
         """Decode the keys to an object of the class `kind`; keys nested in `text_config` take precedence.
 
-        Only `tie_word_embeddings` is read from the outer keys first.
+        The only exception is `tie_word_embeddings`, whose outer value takes precedence.
 
         Raises:
             BadInput: a value has the wrong type; the message names its key.

@@ -23,7 +23,7 @@ from moesched.models.tensors import count_tensors, count_weights
 class Names:
     """The tensors that a model's files may have, by their names in files.
 
-    Tensors of other forms are listed only when a name is looked up that published files do not have.
+    The function `others` is called only once a name is looked up that published files do not have.
 
     Args:
         published: the tensors of published files, by name.

@@ -61,8 +61,8 @@ def layer_bytes(operations: Operations, tokens: int) -> int:
 def exchanged_bytes(operations: Operations) -> int:
     """Return the bytes per token of memory for exchanges between nodes, in one layer.
 
-    There is room for two arrays of rows with the numbers and weights of their experts. The same room holds a partial
-    sum of expert outputs and the whole sum, which are smaller.
+    There is room for two arrays. An array has each token's input for experts, and the numbers and weights of the
+    token's experts. The same room holds a partial sum of expert outputs and the whole sum, which are smaller.
     """
     return 2 * operations.row_and_choices_bytes
 
@@ -148,8 +148,8 @@ def beside_cache_bytes(
     Args:
         starts: for each request, its number of tokens before the chunk; used for layers with a sliding window.
         tokens: for each request, its number of tokens in the chunk; used for layers with a sliding window.
-        scattered: number of tokens of a layer without a window that may have to be copied, since their cache blocks do
-            not follow each other in memory.
+        scattered: the most tokens whose keys and values are gathered from scattered blocks of the cache; used for
+            layers without a window.
     """
     return max(
         kind.kv_bytes * (scattered if most is None else tokens_beside(starts, tokens, most))

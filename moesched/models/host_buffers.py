@@ -58,7 +58,7 @@ def routed_rows_bytes(operations: Operations, tokens: int) -> int:
 def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
     """Return the bytes of buffers, freed after each layer, with which a host computes the experts of prompts.
 
-    Each buffer is rounded up to a power of two, as it is allocated.
+    Each buffer is allocated with its size rounded up to a power of two.
 
     Args:
         tokens: number of tokens of the micro-batch.

@@ -36,10 +36,12 @@ def window_tokens(window: int) -> int:
 
 
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
-    """Return the number of a request's tokens that a cache still keeps after `tokens` tokens were cached.
+    """Return the number of a request's tokens that a cache still keeps, of all beams together.
 
     Args:
+        tokens: number of the request's tokens that were cached, of all beams together.
         most: the largest number of tokens that the cache keeps of each beam; None for all.
+        beams: number of beams of the request.
     """
     return tokens if most is None else min(tokens, beams * most)
 

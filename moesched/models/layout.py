@@ -156,9 +156,9 @@ def weight_layout(
 
     Args:
         dtype: dtype of the weights in memory; None for the model's own.
-        page_bytes: the most bytes of a page; None for the size of the largest expert. If that is more than 64 MiB, None
-            stands for a smaller size: the one with the least product of a page's bytes and the expert's number of
-            pages.
+        page_bytes: the most bytes of a page. None stands for the size of the largest expert, if that is at most 64 MiB.
+            Otherwise it stands for the smaller size at which the expert's pages take the fewest bytes: the number of
+            pages times the size.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.

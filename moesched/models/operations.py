@@ -323,9 +323,10 @@ class ExpertOperations(Products):
 
 @dataclass(frozen=True, eq=False)
 class Operations(AttentionOperations, ExpertOperations):
-    """FLOPs and bytes of a model's operations, in one dtype; for operations within layers, of one kind of layer.
+    """FLOPs and bytes of a model's operations, in one dtype.
 
-    The base classes have the operations within layers. This class has those outside of layers, and sums of several.
+    The base classes have the operations within layers, for one kind of layer. This class has the operations outside of
+    layers, and sums of several operations.
     """
 
     @cached_property

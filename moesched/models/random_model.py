@@ -96,8 +96,8 @@ def write_random_model(given: RandomModelOptions) -> Path:
     0.02, norms are 1. The directory or file is created atomically.
 
     Raises:
-        BadInput: the shape, dtype or format is unknown, the family's files have no way to state such layers, or
-            such factors of embeddings, residuals or logits; the directory is in use; or the disk has too little space.
+        BadInput: the shape, dtype or format is unknown; files of the model's family cannot describe its layers, or its
+            factors of embeddings, residuals or logits; the directory is in use; or the disk has too little space.
     """
     config, target = _resolve(given.shape, given.layers, given.dtype), Path(given.directory)
     seed, stored_as = given.seed, given.stored_as

@@ -50,10 +50,10 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
     """Return the bytes of scratch memory that all micro-batches share, and of tables of the weights' addresses.
 
     Args:
-        kept: for each allocation of scratch memory, its number of rows. A larger allocation does not replace a smaller
-            one, which captured kernels still use.
-        decode: rows for which there is memory for partial results of attention: those of the largest decode step, or
-            several times as many if several allocations are kept for such steps.
+        kept: for each allocation of scratch memory, its number of rows. Larger allocations do not replace smaller ones,
+            since captured kernels still use these.
+        decode: number of rows of memory for attention's partial results: the rows of the largest decode step, times the
+            number of allocations that are kept for such a step.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}

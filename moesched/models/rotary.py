@@ -133,8 +133,9 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
     Attributes:
         factor: ratio of the longest context to the context length of the training; `magnitude` grows with it.
         max_position_embeddings: length of the longest context in tokens.
-        long_factor, short_factor: for each pair, the number that divides its frequency: in models whose context is
-            longer than in training, and in others.
+        long_factor: for each pair, the number that divides its frequency, in models whose context is longer than in
+            training.
+        short_factor: for each pair, the number that divides its frequency, in all other models.
         attention_factor: number that multiplies cosines and sines; None derives it from `factor`.
     """
 

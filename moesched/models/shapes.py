@@ -1,4 +1,4 @@
-"""Configurations of known models by name, for which no files are needed."""
+"""Configurations of known models by name; no files of the models are needed."""
 
 from __future__ import annotations
 

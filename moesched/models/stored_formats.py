@@ -17,8 +17,8 @@ from moesched.models.tensor_shapes import Shape
 class Bits(NamedTuple):
     """The bits of a block that hold the weights' codes, or only the lower or the upper bits of the codes.
 
-    A run of `span` bytes holds them for span * 8 / bits weights: the first `span` weights have the lowest bits of one
-    byte each, the next `span` weights the next higher bits, and so on.
+    The bits are in runs of `span` bytes; a run is for span * 8 / bits weights. The lowest bits of its bytes are for the
+    first `span` weights, one weight for each byte; the next higher bits are for the next `span` weights, and so on.
 
     Attributes:
         bits: number of bits of each code that are held here.

@@ -63,12 +63,12 @@ class TensorSizes:
 
     @cached_property
     def query_width(self) -> int:
-        """Number of elements of a token's attention output; in softmax attention, its query has as many."""
+        """Number of elements of a token's attention output; in grouped attention, its query has as many."""
         return self.layer.attention.attended_width
 
     @cached_property
     def key_value_width(self) -> int:
-        """Number of elements of a token's key and value, and of all else projected beside the query, such as a gate."""
+        """Number of elements projected for a token beyond `query_width`: its key, its value, and any gate."""
         return self.layer.attention.qkv_width - self.query_width
 
     @cached_property

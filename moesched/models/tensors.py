@@ -95,7 +95,7 @@ def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) ->
 def file_bytes(config: ModelConfig) -> int:
     """Return the bytes of all weights in the model's storage format, as in published files.
 
-    Weights that text generation does not need count in the format of attention's matrices.
+    Weights that text generation does not need count as many bytes each as those of attention's matrices.
     """
     dtype = config.dtype
     total = sum(

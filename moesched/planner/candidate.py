@@ -180,11 +180,11 @@ class Candidate:
         return setting.fits(setting.batch(1, size), self._share)
 
     def _edges(self) -> Iterator[SchedulePoint]:
-        """Yield sizes at the edges of the search, whose bounds are too low.
+        """Yield sizes at the edges of the search, which bounds may wrongly rank below other sizes.
 
-        Bounds ignore that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
-        The sizes are those with the highest bound if none of the cache is on the accelerator, those with the highest
-        bound if all of it is, and one micro-batch with the cache of as many layers on the accelerator as fit.
+        Lanes overlap less well if only some micro-batches have their KV cache on the accelerator; bounds ignore this.
+        The first sizes have the highest bound with none of the cache on the accelerator. The second have the highest
+        bound with all of it there. The last are one micro-batch with the cache of as many layers there as fit.
         """
         if not self.setting.searches_shares:
             return

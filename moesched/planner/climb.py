@@ -27,9 +27,9 @@ as much as the present one does.
 class Climb:
     """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
-    Neighbouring sizes are simulated if their bound on throughput is high enough. Once a schedule was faster than its
-    bound, or more micro-batches fitted than the bound had room for, all neighbours are simulated, since bounds do not
-    hold for such a policy: it may place weights where memory is free, or fetch only chosen experts.
+    Neighbouring sizes are simulated if their bound on throughput is high enough. Once a bound has proved wrong, all
+    neighbours are simulated. A bound is wrong if its schedule is faster, or has more micro-batches than it has room
+    for: the policy may place weights where memory is free, or fetch only chosen experts.
 
     Args:
         ladder: allowed sizes of micro-batches, in requests and ascending order.
@@ -134,9 +134,9 @@ class Climb:
     def _far(self, schedule: Schedule) -> list[SchedulePoint]:
         """Return far neighbours: about twice or half the size of micro-batches, or twice or half their number.
 
-        Other sizes of micro-batches keep the number of requests; about twice the size is also tried with the number of
-        micro-batches kept. Chunks of prefill leave room for more micro-batches, so twice their number is tried with
-        chunks, too.
+        Another size of micro-batches keeps the number of requests. About twice the size is also tried with the same
+        number of micro-batches, and so with more requests. Prompts in chunks leave room for more micro-batches, so
+        twice the number of micro-batches is also tried with chunks.
         """
         size, count, _, chunk = schedule.point
         others = [min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)]

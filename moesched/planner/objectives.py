@@ -56,7 +56,7 @@ def cheap_tasks(objective: Objective) -> int:
 
 
 def close(objective: Objective) -> float:
-    """Return the largest ratio of two rates at which estimates from a few layers may have them in the wrong order."""
+    """Return the ratio of two rates, estimated from a few layers, up to which their order may be wrong."""
     return 1.12 if objective == "throughput" else 1.15
 
 

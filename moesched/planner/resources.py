@@ -92,7 +92,8 @@ def _faster(machine: Machine) -> Iterator[tuple[str, str, Machine]]:
     """Yield a faster machine for each resource of each lane.
 
     Yields:
-        Triples: the lane's name (for a processor, the role); the name of the resource; the machine.
+        Triples: the lane's name, which for a processor is its role, "host" or "accelerator"; the name of the resource;
+        the faster machine.
     """
     roles = {machine.roles.host: "host", machine.roles.accelerator: "accelerator"}
     for name, role in sorted(roles.items(), key=lambda each: each[1]):

@@ -52,8 +52,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         point: the sizes.
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
         kv_on_gpu: share of the KV cache that stays in the accelerator's memory, from 0 to 1.
-        few: the model cut to a few layers, with the same share of weights and KV cache in each memory; None if there is
-            no such model.
+        few: the model cut to a few layers, with nearly the same shares of weights and KV cache on the accelerator, and
+            with memory budgets in proportion; None if no cut model has such a plan.
         throughput: generated tokens per second, prefill included.
         bound: throughput if the schedule's lanes overlapped perfectly.
         rate: the figure that the setting's objective maximises.
@@ -122,8 +122,9 @@ class Schedules:
             deep: whether to simulate all layers; otherwise a few are simulated, if they stand for all.
 
         Raises:
-            BadInput: not even one micro-batch fits, or `point` has chunks that the user did not ask for and that the
-                policy cannot run.
+            BadInput: not even one micro-batch fits; or the policy cannot run the chunks of `point`, which differ from
+                the setting's.
+            PolicyError: the policy fails, and the chunks of `point` are the setting's.
         """
         if (point, deep) not in self._schedules:
             try:
@@ -138,8 +139,8 @@ class Schedules:
         """Simulate a schedule with the sizes `point`.
 
         Args:
-            deep: whether to simulate all layers; otherwise a few are simulated, unless all layers have few tasks, or
-                no cut model's plan is like the whole model's.
+            deep: whether to simulate all layers; otherwise a few are simulated. All are simulated in any case if they
+                have few tasks, or if no cut model has a plan like the whole model's.
         """
         plan, policy = self._fitting(point)
         batch, setting = plan.batch, self._of(point)

@@ -74,8 +74,9 @@ def best(
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
     """Return the first λ of the search: a throughput, in tokens per second, that some of the sizes reach.
 
-    It is the highest throughput with none or all of the KV cache on the accelerator; 0 if the cache's share is fixed.
-    The higher it is, the fewer iterations the search needs.
+    For a policy that splits the KV cache, two cases are tried: all of the cache on the host, and all of it on the
+    accelerator. The result is the highest throughput found, or 0 if the cache's share is fixed. The higher it is, the
+    fewer iterations the search needs.
     """
     if setting.kv_on_gpu is not None:
         return 0.0
@@ -201,10 +202,11 @@ class _Programme:
         return _choice(setting, self._traits, option, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, option: SizeOption, taken: Any) -> list[tuple[MicroBatchCost, Any]]:
-        """Add variables for the numbers of an option's micro-batches with KV cache on the host and on the accelerator.
+        """Add integer variables for the numbers of micro-batches of an option's size.
 
-        If the policy does not split the cache, there is one variable. All are 0 unless the binary variable `taken`
-        is 1.
+        If the policy splits the KV cache, there are two: the number of micro-batches with their cache on the host, and
+        the number with their cache on the accelerator. Otherwise there is one. All are 0 unless the binary variable
+        `taken` is 1.
 
         Returns:
             Pairs of a micro-batch's cost and the variable for the number of micro-batches.
@@ -246,7 +248,11 @@ class _Programme:
         return self._model.qsum(cost(each) * count for counts in self._counts for each, count in counts)
 
     def _seconds(self, lane: str) -> Any:
-        """Return the seconds of a lane, or of prefill, for all micro-batches, as an expression of the variables."""
+        """Return the seconds that all micro-batches take in one layer, as a linear expression of the variables.
+
+        Args:
+            lane: "link", "host" or "accelerator" for this lane in a decode step; "prefill" for the prefill.
+        """
         return self._sum(lambda each: _solvable(getattr(each, lane)))
 
     def _add_lanes(self) -> None:

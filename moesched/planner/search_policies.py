@@ -104,7 +104,7 @@ def plan_best(
     """Search for the plan that is best in an objective.
 
     Args:
-        lengths: prompt lengths in tokens; a batch has at most as many requests.
+        lengths: prompt length of each request, in tokens; a batch has at most all of these requests.
         policies: policies to search; by default all that one machine can run.
         settings: settings of the policies, by name; every policy in `policies` must take them.
         micro_batch_size: requests of a micro-batch; None to choose them.
@@ -311,10 +311,11 @@ def _search_sizes(schedules: dict[Candidate, Schedule], on_progress: Callable[[s
 
 
 def _deepen(schedules: dict[Candidate, Schedule], on_progress: Callable[[str], object]) -> None:
-    """Simulate all layers of the best policy, of its near rivals, and of some other policies, the fastest first.
+    """Simulate all layers of the best policy and of some others, the fastest first; replace their schedules.
 
-    The new schedules replace the old ones. A near rival is about as fast as the best by the simulation of a few layers.
-    The others are those whose tasks together are within `MOST_FAR_TASKS`.
+    There are two kinds of others. Near rivals are about as fast as the best by the simulation of a few layers, and have
+    at most `MOST_DEEP_TASKS` tasks each. Of the rest, each policy is taken whose tasks are within what is left of
+    `MOST_FAR_TASKS`, a limit for all of them together.
 
     Args:
         on_progress: called with the name of each stage.

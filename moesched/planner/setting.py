@@ -31,7 +31,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     Attributes:
         make: makes a new policy for each plan; takes the argument `kv_on_gpu` if the policy splits the KV cache.
-        lengths: prompt lengths in tokens; a batch has at most as many requests.
+        lengths: prompt length of each request, in tokens; a batch takes the first of these requests, or all.
         budgets: bytes by memory; by default the machine's capacities.
         slot_bytes: a function from a page to the bytes of its slot on the device; None if pages take their own bytes.
         splits_kv: whether the policy has a setting for the share of the KV cache that stays on the accelerator.
@@ -102,7 +102,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return found[0]
 
     def cost_of(self, plan: Plan) -> CostModel | None:
-        """Return the setting's cost model; None for a pipeline, whose plan has a machine with more links."""
+        """Return the setting's cost model; None for a plan of a pipeline.
+
+        The cost model does not hold for a pipeline's plan, since the machine in it has more links than the setting's.
+        """
         return self.cost if len(plan.stages) == 1 else None
 
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:

@@ -62,7 +62,7 @@ class Cut(NamedTuple):
     def on(self, setting: Setting) -> Cut:
         """Return the same cut model in another setting, such as a faster machine.
 
-        If a memory's budget is larger in the new setting, its budget here grows by `part` times the difference.
+        The cut model's budget of each memory changes by `part` times the difference between the settings' budgets.
         """
         more = {
             name: self.part * (setting.capacity(name) - self.setting.capacity(name)) for name in self.budgets
@@ -92,11 +92,12 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
 
 
 def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Plan a cut model with memory budgets in proportion to its number of layers; None if the plan does not fit.
+    """Plan a cut model with memory budgets in proportion to its number of layers; None if each plan is refused.
 
-    A pool that caches pages has slots in proportion to the number of layers; a pool through which pages stream has a
-    fixed number of slots. Budgets are first computed as if all pools were caches. If the plan does not fit them, or its
-    pools are larger than in proportion, budgets are computed as if pages streamed through all pools.
+    A pool that caches pages has slots in proportion to the number of layers. A pool through which pages stream has a
+    fixed number of slots. So budgets are tried twice: first as if all pools were caches, then as if pages streamed
+    through all pools. A plan is refused if it does not fit, or has no free slots in a memory where the whole model's
+    plan has some. The first plan is also refused if its pools are too large for the number of layers.
 
     Args:
         setting: the setting of the cut model.

@@ -162,8 +162,8 @@ def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> S
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
     """Return the largest number of tokens that each micro-batch may have in the KV cache at the end.
 
-    The number is an equal share of the bytes that are free or reserved for the cache. It is at least the number of the
-    plan's largest micro-batch, and that of the longest request alone.
+    All micro-batches get equal shares of the bytes that are free or reserved for the cache. The result is never less
+    than the tokens of the plan's largest micro-batch at the end, or than those of the longest request alone.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
@@ -177,11 +177,13 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
 
 
 def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> BatchSizes:
-    """Reduce sizes until every batch, with its own prompt lengths, fits: by chunks of prefill, then by smaller batches.
+    """Reduce sizes until every batch, with its own prompt lengths, fits.
+
+    If not all fit, prompts are first cut into chunks. If some still do not fit, batches are made smaller.
 
     Args:
-        sizes: the sizes to begin with.
-        chunk: tokens of a chunk; None if the policy takes no chunks.
+        sizes: the sizes to begin with; a size of prefill chunks in them is kept.
+        chunk: largest number of tokens of a chunk; None if the policy takes no chunks.
     """
 
     def fit(sizes: BatchSizes) -> bool:

@@ -64,8 +64,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one micro-batch.
 
-    In a pipeline, the seconds of link, accelerator and prefill are divided by the number of stages, which compute at
-    once; the stages share the host.
+    The stages of a pipeline compute at the same time, so the seconds of link, accelerator and prefill are divided by
+    the number of stages. The seconds of the host are not, since all stages share it.
 
     Attributes:
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
@@ -255,10 +255,10 @@ class _MicroBatchWork:
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
-        """Return the work of `post_attention` in a kind of layer, weighted by the kind's share of all layers.
+        """Return a pair: the share of all layers that are of a kind, and the work of `post_attention` in such a layer.
 
-        If an expert runs on several micro-batches at once, the work is that of all of them, and the weight is divided
-        by their number.
+        If an expert runs on several micro-batches at once, the work is that of all of them together, and the share is
+        divided by their number.
 
         Args:
             works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
@@ -271,7 +271,10 @@ class _MicroBatchWork:
         return self._shares[kind] / self._together, work
 
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
-        """Add the work of a layer whose experts run on the host, with the copy of their outputs to the accelerator.
+        """Add a layer's work to the lists of the lanes, for a layer whose experts run on the host.
+
+        The accelerator routes and combines, the host runs the experts, and the link copies the experts' outputs to the
+        accelerator (not in unified memory).
 
         Args:
             works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
@@ -349,8 +352,9 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
     """Return the bytes, by memory, that a plan reserves for anything but its pages and pools of weights.
 
     Args:
-        facts: a plan of the model with the number of layers to compute the bytes for; same machine and batch.
-        declared: the plan whose declarations are counted.
+        facts: a plan with the number of layers for which the bytes are computed, and with the machine and batch of
+            `declared`; nothing needs to be declared in it.
+        declared: the plan whose declarations are counted; it may have another number of layers.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}
     for pool in (*declared.weights.resident, *declared.weights.pools):

@@ -96,7 +96,7 @@ def trial_run(
     """Simulate the prefill and a few decode steps of a plan, and return the predicted figures.
 
     The plan cannot be run afterwards. Decode figures leave out the first decode step, which overlaps with the prefill,
-    and the last one, which fetches nothing for a next step, unless there are no others.
+    and the last one, which fetches nothing for a next step. If there are only one or two decode steps, they count.
 
     Args:
         cost: the cost model; by default the measured costs of the plan's machine, or its roofline.
@@ -141,9 +141,10 @@ def trial_run(
 
 
 def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
-    """Return the number of steps of a trial run, and the number of decode steps that are skipped before its own.
+    """Return the number of steps of a trial run, the prefill included, and the number of decode steps that it skips.
 
-    After the skipped steps, decode is in the middle of the generation, where KV caches have their mean length.
+    The skipped steps come right after the prefill. So the decode steps of the trial run are in the middle of the
+    generation, where KV caches have their mean length.
 
     Args:
         most: the largest number of steps, the prefill included.

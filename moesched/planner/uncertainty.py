@@ -135,7 +135,8 @@ class _Runs:
     def figures(self, cost: CostModel) -> Figures:
         """Return the figures by a cost model, from a trial run or a replay.
 
-        If the cost model hardly changes the times of tasks, the figures of the first call are returned.
+        A trial run is left out if the cost model hardly changes the times of tasks: then the figures of the first call
+        are returned.
         """
         self._progress(self._done, self._all)
         self._done += 1
@@ -172,9 +173,10 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """Return the sum of the changes of task times under another cost model, over the time of the whole phase.
+        """Return the change of task times under another cost model, as a share of the phase's time.
 
-        Of prefill and decode, the result is for the phase that changes more.
+        The share is the sum of the absolute changes of all tasks of a phase, divided by the phase's time. The result is
+        the share of prefill or of decode, whichever is larger; 0 if no task ran.
         """
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
@@ -182,7 +184,7 @@ class _WorkMeter:
         )
 
     def _moved(self, phase: Phase, cost: CostModel) -> float:
-        """Return the sum of the changes of a phase's task times under another cost model, in nanoseconds."""
+        """Return the sum of the absolute changes of a phase's task times under another cost model, in nanoseconds."""
         return 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
             for work, count in self._works[phase].values()

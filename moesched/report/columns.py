@@ -144,8 +144,9 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
     """Add columns with the tasks that each task depends on, and return the JSON value that refers to the columns.
 
-    Column `count` has, for each task, the number of tasks that it depends on. Column `back` has, for each of those, the
-    number of positions by which it precedes the task in the run's list, as small numbers compress well.
+    Column `count` has an item for each task: the number of tasks that it depends on. Column `back` has an item for each
+    dependency: the number of positions in the run's list from the earlier task to the task that depends on it. Such
+    numbers are small, and compress well.
     """
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {

@@ -199,7 +199,10 @@ def _write(path: Path, title: str, sections: Mapping[str, str], runs: Sequence[T
 
 
 def reserved(runs: Sequence[TitledRun]) -> str:
-    """Return the CSS rule that reserves space on the page: the lanes' height in pixels, and the number of curves."""
+    """Return the CSS rule by which the page reserves space for its timeline and curves.
+
+    The rule sets two variables: `--lanes`, the height of the timeline, and `--curves`, the number of curves.
+    """
     curves = sum(_curves(run.recording) for run in runs)
     return f":root {{ --lanes: {lanes_height(runs)}px; --curves: {curves}; }}\n"
 

@@ -12,7 +12,7 @@ from moesched.reproduce.report import Accuracy, Claim, Section, Value, agrees, s
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lines of a picture: one line joins all rows of a section that have the same name.
+    """Lines of a picture: one line for each name, through all rows of a section for which `name` makes that name.
 
     Attributes:
         y: key of a row's value on the y axis.
@@ -29,8 +29,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The picture of a section's rows.
 
     Attributes:
-        kind: "lines" for the lines in `lines`, over `x`; "bars", "map" or "parts" for the drawings of particular
-            sections, which take none of the other fields.
+        kind: "lines" to draw `lines` over `x`; "bars", "map" and "parts" draw particular sections, and use none of the
+            other fields.
         x: key of a row's value on the x axis; or a format string, whose result labels the row's place on the x axis.
         y: label of the y axis.
         panels: key by whose values the rows are divided into panels; empty for a single panel.
@@ -129,7 +129,7 @@ class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         Args:
             ours: our ratios, from which the smallest and the largest are taken.
-            how: addition to the statement, in parentheses; empty for none.
+            how: text to add, in parentheses, to the statement's subject; empty for none.
         """
         low, high = min(ours), max(ours)
         return Claim(

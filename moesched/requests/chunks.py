@@ -70,10 +70,11 @@ def chunks_of_batch(
 
 
 def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) -> dict[int, Chunk]:
-    """Return, for each micro-batch of continuous batching, the chunk of prompts that takes the most memory in one step.
+    """Return, for each micro-batch of continuous batching, a chunk of prompts that takes the most memory in one step.
 
-    The chunk has an equal part of each prompt of the micro-batch. At most one prompt may have begun in an earlier step:
-    the first part follows `longest` tokens of its prompt, and each other part is the beginning of a prompt.
+    The chunk has `most` tokens, in equal parts of the prompts of all requests. In a step, at most one prompt continues
+    from an earlier step. So the first part is taken to follow `longest` tokens, an upper bound, and each other part to
+    be the beginning of its prompt.
 
     Args:
         places: the requests of each micro-batch.

@@ -19,7 +19,11 @@ class WantedLogprobs(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """A token's natural log probability, and (token, log probability) of the likeliest at its position, best first."""
+    """The natural log probability of a token, and those of the likeliest tokens at its position.
+
+    Attributes:
+        likeliest: (token, log probability) of each of the likeliest tokens, the best first.
+    """
 
     logprob: float
     likeliest: Sequence[tuple[int, float]]

@@ -50,8 +50,8 @@ def sample_finite(
     """Choose tokens as `sample` does, but NO_TOKEN for each row whose logits are not finite.
 
     Args:
-        drawn_as: for each row, the number that its random number depends on, besides seed and position; by default
-            `requests`.
+        drawn_as: for each row, the number to draw its token with, in place of the request's index; by default
+            `requests`. Rows with equal seed, position and number get the same random number.
     """
     each = [sampling] * len(logits_SV) if isinstance(sampling, Sampling) else sampling
     likeliest = np.where(_are_finite(logits_SV), logits_SV.argmax(axis=1), NO_TOKEN)

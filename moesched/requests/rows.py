@@ -19,7 +19,7 @@ class Row(NamedTuple):
         tokens: number of new tokens in this step.
         generated: number of tokens generated for the request before this step.
         samples: whether a token is sampled after the new tokens.
-        ids: ids of the new tokens; None for the token that was sampled last, and in simulations.
+        ids: ids of the new tokens; None in decode, where the new token is the one sampled last, and in simulations.
         sampling: the settings for choosing the request's tokens.
         cache_tokens: tokens that the request takes in the KV cache at the end, in whole blocks.
         logprobs: the log probabilities that the request asks for; None for none.

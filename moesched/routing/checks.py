@@ -72,8 +72,8 @@ def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Int
         chosen_TLk: expert ids (tokens, layers, top_k), of all layers or only of the layers with experts.
 
     Raises:
-        BadInput: the trace has another number of layers than the model, different ids in a layer without experts, or a
-            row that `sorted_choices` refuses.
+        BadInput: the trace has another number of layers than the model; a token's ids in a layer without experts are
+            not all equal; or `sorted_choices` refuses a row.
     """
     tokens, layers, top_k = chosen_TLk.shape
     routed = routed_layers(config)
@@ -98,7 +98,7 @@ def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -
         chosen_TLk: expert ids (tokens, layers, top_k) of all layers.
 
     Raises:
-        BadInput: a token has different ids in a layer without experts.
+        BadInput: a token's ids in a layer without experts are not all equal.
     """
     for layer in layers_without_experts(config):
         several_T = (chosen_TLk[:, layer] != chosen_TLk[:, layer, :1]).any(axis=-1)

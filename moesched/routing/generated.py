@@ -28,7 +28,8 @@ class _Table(NamedTuple):
     Attributes:
         experts: expert ids (`ORDERS` * experts,).
         ends: the end of each expert's interval on a line, in the order of `experts`. An interval is as long as the
-            expert's share; those of the order n follow one another from n * (`top_k` + 1) to that plus `top_k`.
+            expert's share of tokens, so the intervals of one order have the length `top_k` together. The intervals of
+            order n begin at n * (`top_k` + 1), and follow one another without gaps.
     """
 
     experts: Integers
@@ -75,7 +76,8 @@ class GeneratedChoices:
     def _drawn_at(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
         """Return, for each of T tokens, the position (T,) whose random draw decides its experts.
 
-        This is the token's own position or, if by locality it repeats an earlier token, the position of that token.
+        This is the token's own position or, if by locality it repeats an earlier token, the position of that token. It
+        is negative if the token repeats even beyond the request's first token.
         """
         drawn_T = np.array(positions_T)
         unsettled = np.arange(len(drawn_T)) if self.locality else np.arange(0)

@@ -28,9 +28,10 @@ class ObservedRouting:
                 self._rows.setdefault(task.micro_batch, set()).add(task.work.tokens)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether a micro-batch's number of rows changed between decode steps, as ended sequences were left out.
+        """Test whether the run left ended sequences out of its decode micro-batches, so that a simulation does, too.
 
-        The method belongs to the interface `KeepsRowsApart`; `rows` is not used.
+        The run did so if a micro-batch had different numbers of rows in its decode steps. The method has the form of
+        `KeepsRowsApart.rows_apart`; `rows` is not used.
         """
         return any(len(seen) > 1 for seen in self._rows.values())
 

@@ -119,7 +119,7 @@ def _with_consecutive_layers(
         routed: the model's numbers of its layers with experts.
 
     Raises:
-        BadInput: a row of a layer without experts has different expert ids, or there are no other rows.
+        BadInput: the expert ids in a row of a layer without experts are not all equal, or all rows are of such layers.
     """
     layers_N = rows[:, 2]
     if layers_N.max() < len(routed):

@@ -143,10 +143,11 @@ class Generation:
         return checked_tokens(values, sequences, sample, self._device, least=0)
 
     def _rows_apart(self, rows: int) -> bool:
-        """Test whether sequences can leave a micro-batch of `rows` rows, with the same bits in the others' results.
+        """Test whether ended sequences can be left out of a micro-batch of `rows` rows without changes to the others.
 
-        With several beams, ranks or nodes they cannot leave: beams of a request stay together, and ranks need equal
-        rows, since their kernels may treat different numbers of rows differently.
+        This is so if the results of the other sequences keep the same bits. With several beams, ranks or nodes no
+        sequence is left out: beams of a request stay together, and ranks need equal rows, since their kernels may treat
+        different numbers of rows differently.
         """
         plan = self._run.plan
         alone = plan.nodes.count == plan.layout.config.ranks == self._beams == 1

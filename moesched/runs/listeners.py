@@ -20,7 +20,7 @@ class Listener:
     """Base of listeners. Every method except `replayed` does nothing; a listener overrides those that it needs."""
 
     def opened(self, device: Device) -> None:
-        """Called once the run's device is open, before any batch begins; of several ranks, with the first one's."""
+        """Called once the run's device is open, before any batch begins; with several ranks, the first one's."""
 
     def preparing(self, what: str, done: float, total: float) -> None:
         """Called while the device prepares a batch: allocates memory, or measures itself.

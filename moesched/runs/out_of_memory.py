@@ -15,8 +15,8 @@ from moesched.units import format_bytes
 def memory_refusals(plan: Plan) -> Iterator[None]:
     """Turn errors within this context that mean a lack of memory into OutOfMemory, with the bytes that the plan takes.
 
-    These are errors of Python, of torch, of the system, also for a thread that does not start, and of the dynamic
-    linker.
+    Such errors come from Python, torch and the system, also when a thread does not start, and from the dynamic linker.
+    Other errors pass unchanged.
     """
     try:
         yield

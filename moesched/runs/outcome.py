@@ -186,7 +186,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
             `prefill_seconds`, all requests have their first token.
         decode_step_seconds: mean time of a decode step; None if none ended.
-        between_tokens_seconds: mean over the requests of the mean time between their tokens; None where none has two.
+        between_tokens_seconds: mean time from one token of a request to its next, averaged over the requests; None if
+            no request has two tokens.
         request_times: times of each request's tokens; None if they were not simulated to the end.
         micro_batch_times: times of the tokens of each micro-batch, batch after batch.
         simulated_steps: number of steps that were scheduled and simulated; None if the report is measured. Later steps
@@ -196,8 +197,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
         previews: accuracy of the policy's previews of the router, the nearest first; of the first rank or node.
         forecasts: accuracy of the policy's predictors, by predictor, the nearest layer first.
-        weights_home: where weights came from in the first batch; None where all stayed on the accelerator, or where its
-            memory is the host's.
+        weights_home: the kind of host memory that weights came from in the first batch; None if all weights stayed on
+            the accelerator, or if the accelerator uses the host's memory.
         kernels: names of the kernels that ran, by operation; empty if the device has only one for each operation.
     """
 
@@ -335,10 +336,13 @@ def make_report(
 
 
 def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
-    """Return the bytes to report for a memory of a run, of which one rank takes `nbytes`.
+    """Return the bytes of a memory to report for a run, given the bytes that one rank takes of it.
 
-    An accelerator's memory belongs to one rank, so `nbytes` is its figure. The ranks share all other memories, whose
-    figure is `nbytes` times the number of ranks.
+    An accelerator's memory belongs to one rank, so the result is `nbytes`. All ranks share every other memory, so the
+    result is `nbytes` times the number of ranks.
+
+    Args:
+        nbytes: bytes that one rank takes of the memory.
     """
     return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
 

@@ -56,9 +56,10 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
 
 
 def largest(parts: list[ProcessBytes]) -> ProcessBytes | None:
-    """Return the entry of the batch with the largest prediction, with the highest measured peak of all batches.
+    """Return the entry with the largest prediction, in which the highest measured peak of all entries is filled in.
 
-    parts: an entry for each batch; without any, None is returned.
+    Args:
+        parts: an entry for each batch; without any, None is returned.
     """
     if not parts:
         return None

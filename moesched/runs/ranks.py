@@ -92,7 +92,7 @@ class Devices(NamedTuple):
 def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> Process:
     """Measure the memory of this process before its first batch, when its devices are open and hold no weights.
 
-    ahead: bytes of still empty blocks that this process has allocated for weights; they count in the peak only.
+    ahead: bytes that this process has already allocated for weights. They are not part of `runtime`, but of `peak`.
     """
     kernels = sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes))
     return Process(
@@ -118,7 +118,7 @@ def open_devices(
     """Open a device for each rank of the layout's model; close them at the end, after all batches.
 
     Raises:
-        BadInput: the model is cut over several ranks, and the device cannot take the part of one (`JoinsRanks`).
+        BadInput: the model is cut over several ranks, and the device cannot be one of them (`JoinsRanks`).
     """
     ranks = layout.config.ranks
     with signals_held():
@@ -184,7 +184,12 @@ class OnDevices:
 
 
 class OfLanes:
-    """An observer that passes on to another observer only those tasks that ran on some lanes."""
+    """An observer that passes tasks on to another observer, but only those that ran on given lanes.
+
+    Args:
+        observer: gets the tasks.
+        lanes: the lanes whose tasks are passed on.
+    """
 
     def __init__(self, observer: Observer, lanes: Iterable[Lane]) -> None:
         self._observer = observer

@@ -50,7 +50,7 @@ class ServingSetup(NamedTuple):
 
 
 def require_one_accelerator(plan: Plan, policy: Policy, nodes: int = 1) -> None:
-    """Raise BadInput if a plan is for several accelerators of a machine, or not for `nodes` nodes."""
+    """Raise BadInput if a plan uses several accelerators of a machine, or its number of nodes is not `nodes`."""
     if len(plan.stages) > 1 or plan.layout.config.ranks > 1:
         raise BadInput(
             f"policy {type(policy).__name__} is for several accelerators, and requests are served by one: choose "
@@ -86,7 +86,7 @@ def first_node(
     Args:
         make_engine: makes the node's engine, given its lanes.
         kinds: the kind of each lane on the device, by the lane's name.
-        peers: on a virtual clock, the notices of the other nodes; else empty.
+        peers: on a virtual clock, the objects by which the other nodes receive the rows of each step; else empty.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
         chosen: returns, for a task, the number of rows of each expert that its tokens choose; None except in
             simulations with a routing.

@@ -106,8 +106,9 @@ class ServingListener:
 class Serving:
     """Serves requests, from their arrival to their last token.
 
-    Each step is a prefill or a decode step: prefill goes first, with a decode step between two prefill steps. A step is
-    submitted while the one before it runs, so a request that ends with a stop token takes part in one more step.
+    Each step is a prefill or a decode step. While some requests have prompt tokens left and others decode, the two
+    kinds take turns. A step is submitted while the previous step runs, so a request that ends with a stop token takes
+    part in one more step.
 
     Args:
         places: the micro-batches that requests join and leave, and their room in the KV cache; all empty.
@@ -344,7 +345,11 @@ class Serving:
         self._since = now
 
     async def wait_for_news(self) -> None:
-        """Wait in real time until a request arrives or leaves, no more will come, or the other nodes need a notice."""
+        """Wait in real time until a request arrives or leaves, or no more will come.
+
+        With other nodes, the wait ends after `IDLE_NOTICE_SECONDS` at the latest: the nodes are then told that there
+        are still no requests.
+        """
         most = None if self.notices is None else IDLE_NOTICE_SECONDS
         with suppress(TimeoutError):
             async with asyncio.timeout(most):

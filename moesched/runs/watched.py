@@ -38,8 +38,8 @@ def observers_of(
 
     Args:
         runs: each rank's run, the first rank's first.
-        observers: see the tasks of the first rank only.
-        recorder: sees the tasks of all ranks; None for no recorder.
+        observers: called with the tasks of the first rank only.
+        recorder: records the tasks of all ranks; None for no recorder.
     """
     if len(runs) > 1:
         observers = [OfLanes(observer, runs[0].engine.lanes) for observer in observers]

@@ -104,9 +104,9 @@ class Device(Protocol):
         Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
         starts when all its dependencies have ended. The value of `route`, `preview_route` and `post_attention` is the
         number of rows of each expert that has any; if the plan requests router scores, the value of `route` and
-        `preview_route` has these too (`moesched.routing.ScoredTokens`). The value of `sample` is a list with the token
-        of each sequence that ends its prompt or decodes. Other verbs return None. Values may have numpy's numbers in
-        place of Python's.
+        `preview_route` has these too (`moesched.routing.ScoredTokens`). The value of `sample` is a list of tokens,
+        one for each sequence that decodes or whose prompt ends in this step. Other verbs return None. Values may have
+        numpy's numbers in place of Python's.
         A `run_expert` task computes the rows that `Task.expert_rows` names; each row must get the same bits as if all
         rows of its micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its
         rows.
@@ -138,10 +138,12 @@ class JoinsRanks(Protocol):
     def join(self, rank: int, transport: Transport, first: Device) -> None:
         """Make this device one of several. Called once before the first batch; on a cluster's node, before each run.
 
+        If all ranks are in one process, `begin` is called on rank 0's device last, in each batch.
+
         Args:
             rank: this device's number among the ranks, from 0.
             transport: carries the exchanges of its `Collective` tasks; the caller closes it.
-            first: rank 0's device if it is in this process, otherwise this device; rank 0 begins each batch last.
+            first: rank 0's device if it is in this process, otherwise this device.
 
         Raises:
             BadInput: there is no hardware for that rank.
@@ -207,7 +209,11 @@ def ignore_progress(what: str, done: float, total: float) -> None:
 
 @runtime_checkable
 class TellsProgress(Protocol):
-    """A device whose `begin` may take long: it calls `tell`, assigned before the first batch, with its progress."""
+    """A device whose `begin` may take long, and reports its progress.
+
+    Attributes:
+        tell: called with the name of the work, the amount done and the total amount; assigned before the first batch.
+    """
 
     tell: Progress
 

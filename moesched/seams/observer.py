@@ -17,7 +17,7 @@ class Observer(Protocol):
     """Receives every task that ran."""
 
     def ended(self, task: Task) -> None:
-        """Receive a task with its start, end, value and edges. Called from any thread, one call at a time."""
+        """Receive a task with its start, end, value and dependencies. Called from any thread, one call at a time."""
 
 
 class TokenSpan(NamedTuple):

@@ -61,8 +61,8 @@ class KeepsState(Protocol):
     """A policy class that declares whether an instance serves all batches of a run, one after the other.
 
     If `keeps_state` is True, `plan` is called once for each batch, and the instance's own state lasts from batch to
-    batch. Simulations of such a policy schedule every step and replay none, since even a step whose graph equals the
-    one before may be followed by a different one.
+    batch. Simulations of such a policy schedule every step and replay none: even after two steps with equal graphs, a
+    step with another graph may follow.
     """
 
     keeps_state: bool

@@ -23,10 +23,10 @@ class Routing(Protocol):
 
 
 class Delay(Protocol):
-    """Adds time to the tasks of one lane, which may depend on the lane's earlier tasks; for virtual clocks only.
+    """Adds time to the tasks of one lane; for virtual clocks only.
 
-    Unlike a cost model, a delay may keep state: it is called once for every task that starts on the lane, in the order
-    of the starts.
+    Unlike a cost model, a delay may keep state, so that the time it adds depends on the lane's earlier tasks. It is
+    called once for every task that starts on the lane, in the order of the starts.
     """
 
     def __call__(self, task: Task, now: int) -> int:

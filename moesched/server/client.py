@@ -1,4 +1,4 @@
-"""A client of a running server: conversations whose answers come piece by piece. It needs only Python's library."""
+"""A client of a running server: conversations whose answers come piece by piece. It needs only the standard library."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class Codec(Decodes, Protocol):
         """Return the token ids of a text.
 
         Args:
-            most: the most tokens that the caller can use, so that a text with far more may be refused before all of it
-                is encoded; a text with a few more is encoded. None for no limit.
+            most: the most tokens that the caller can use; None for no limit. A text with far more tokens may be refused
+                before all of it is encoded; a text with a few more is encoded in full.
             bare: whether to add no special tokens.
         """
 

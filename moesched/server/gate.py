@@ -103,7 +103,11 @@ class Gate:
         self._changed.set()
 
     def _retry_seconds(self, answers: int) -> int:
-        """Estimate the seconds until a number of answers find room, after all requests that were refused before."""
+        """Estimate the seconds after which a request that is refused now should come back.
+
+        The request gets the first time at which `answers` answers have room, if all requests that were refused earlier
+        come back first.
+        """
         now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:
             self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)

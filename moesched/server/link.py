@@ -74,7 +74,7 @@ class Mailbox:
 
 
 class EngineLink:
-    """Numbers requests, sends them to the engine, and puts the engine's messages into the requests' mailboxes.
+    """Gives numbers to requests, sends them to the engine, and puts the engine's messages into the requests' mailboxes.
 
     Args:
         write: takes bytes for the engine.

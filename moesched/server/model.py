@@ -90,8 +90,8 @@ class Model:
         """Return the largest number of tokens of each answer, at least 1.
 
         Args:
-            asked: the number that the request gives; None for the default, or for the room that the longest prompt
-                leaves, whichever is less.
+            asked: the number that the request gives. None for the default number, or fewer if the longest prompt leaves
+                room for fewer.
             chat: whether the default is that of chats rather than of completions.
 
         Raises:

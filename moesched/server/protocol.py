@@ -126,9 +126,9 @@ class TimedProtocol(H11Protocol):
             self.flow.resume_reading()
 
     def _expect_request(self) -> None:
-        """Start the request timer if a request is arriving or awaited, else stop it.
+        """Start the request timer while a request, or the rest of one, is still to arrive; else stop it.
 
-        While uvicorn's own timer waits for a further request on an idle connection, the request timer does not run.
+        On an idle connection uvicorn's own timer limits the wait for a further request; the request timer stops then.
         """
         under_way = self._lingering.drops or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not under_way or self.timeout_keep_alive_task is not None:

@@ -56,7 +56,7 @@ class ModelTemplate:
 
     Args:
         seconds: the time that rendering may take.
-        most_bytes: the largest number of bytes of a text, as a line of JSON.
+        most_bytes: the largest number of bytes of a rendered text, as a line of JSON from the process.
     """
 
     bare = True

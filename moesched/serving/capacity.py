@@ -50,9 +50,10 @@ class Capacity(msgspec.Struct, frozen=True):
     def fullest(self) -> Batch:
         """Return a batch that takes the most memory that requests may take, for policies and devices to plan with.
 
-        In each place, the prompts together have `prompt_tokens` tokens, or as many as leave each request a token to
-        generate, and the requests end with all of `cache_tokens`. If prompts are cut, at most `chunk` of a place's
-        prompt tokens pass a layer together.
+        In each place, the prompts of `sequences` requests together have at least `prompt_tokens` tokens. They have
+        fewer only if a request would otherwise have no room for a token to generate. With the generated tokens, the
+        requests fill all of `cache_tokens`. If prompts are cut, at most `chunk` of a place's prompt tokens pass a layer
+        together.
         """
         blocks, more = divmod(self.cache_tokens // KV_BLOCK_TOKENS, self.sequences)
         least = KV_BLOCK_TOKENS * blocks

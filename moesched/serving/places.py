@@ -66,7 +66,10 @@ class Seat:
 
     @property
     def _following(self) -> int | None:
-        """Id of the prompt's token after a row; None at the prompt's end, or if no log probabilities are wanted."""
+        """Id of the prompt's token that follows the tokens taken into steps so far.
+
+        None at the prompt's end, or if the request does not ask for log probabilities of its prompt.
+        """
         request = self.request
         is_scored = request.scores_prompt and self.to_come
         return request.ids[self.cached] if is_scored and request.ids is not None else None
@@ -172,7 +175,9 @@ class Places:
             self._places[seat.place].departed.append(seat.request.number)
 
     def _cut(self, seats: Iterable[Seat]) -> list[tuple[Seat, int]]:
-        """Choose the prompts of a place's next step, in order of arrival.
+        """Choose the prompts, or parts of prompts, of a place's next step: as many tokens as the capacity permits.
+
+        seats: the place's requests that have prompt tokens left, in the order in which they are taken.
 
         Returns:
             Pairs of a request's seat and the number of its prompt tokens in the step.

@@ -43,10 +43,10 @@ class BatchBytes(ReadOnly):
         on_gpu: whether the accelerator is a GPU with a memory of its own.
 
     Attributes:
-        staying: activations of all micro-batches that are kept from layer to layer.
+        staying: activations that are kept from layer to layer, of all micro-batches.
         workspace: workspace of the kernels, for the largest micro-batch.
         unpacked: workspace into which a GPU unpacks rows of weights that are stored as codes and scales.
-        in_decode: activations within a layer of all micro-batches, in decode.
+        in_decode: activations that are needed only within a layer, of all micro-batches in decode.
         host_workspace: workspace of experts that run on the host.
         hidden: hidden states of the largest micro-batch.
         most_tokens: number of tokens (not bytes) in the largest step of a micro-batch.
@@ -88,10 +88,10 @@ class BatchBytes(ReadOnly):
         self._seal()
 
     def _scattered_tokens(self, chunk: Chunk, *, on_gpu: bool) -> int:
-        """Return the most tokens whose keys and values are gathered from scattered cache blocks for a chunk's requests.
+        """Return the largest number of tokens whose keys and values a kernel may have to gather for a chunk's requests.
 
-        The number is 0 without continuous batching. On a CPU only prompts are gathered: decode reads the blocks in
-        place.
+        They are gathered if their cache blocks do not follow each other in memory. The number is 0 without continuous
+        batching. On a CPU it counts prompts only, since decode reads the blocks in place.
         """
         if not self._batch.served:
             return 0
@@ -138,7 +138,7 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """Numbers of rows, one for each workspace in which a GPU keeps a micro-batch's results from step to step."""
+        """Sizes, in rows, of the workspaces in which a GPU keeps results of micro-batches from step to step."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]
@@ -169,8 +169,8 @@ class BatchBytes(ReadOnly):
     def device_kv(self, micro_batches: Iterable[int]) -> int:
         """Return the bytes on the accelerator of one layer's keys and values of prompts that are cut into chunks.
 
-        They are needed if the KV cache is on the host. Whole prompts count, even where a layer has a sliding window;
-        the next layer reuses the memory.
+        They are needed if the KV cache is on the host. All tokens of a cut prompt count, even where a layer has a
+        sliding window. The next layer reuses the memory.
 
         micro_batches: numbers of the micro-batches to count; those whose prompts are not cut need no bytes.
         """

@@ -22,8 +22,8 @@ def devices_contend(plan: Plan) -> bool:
 def host_contends(plan: Plan) -> bool:
     """Test whether a plan's host computes with data in the memory that transfers to the accelerator also read.
 
-    False if the machine's profile has measured costs. False, too, if it names no class of hardware for any processor:
-    the rates in the profile then count in full, rather than as peaks of which a part is reached.
+    False if the machine's profile has measured costs. False, too, if the profile names no class of hardware for any
+    processor: its rates are then taken as rates that are reached in full, not as peaks.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

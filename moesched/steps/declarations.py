@@ -91,8 +91,8 @@ class Declarations(ReadOnly):
     def task_limit(self) -> int:
         """Largest number of tasks that a step may submit; a policy may assign another number in `plan`.
 
-        The default is far above the needs of policies: for each micro-batch, twenty times the sum of the numbers of
-        pages, of verbs in all layers and of experts in all layers.
+        The default is far above the needs of policies. For each micro-batch it allows twenty tasks for each page,
+        for each expert of each layer, and for each verb in each layer.
         """
         return self._declared.task_limit or self._default_task_limit
 

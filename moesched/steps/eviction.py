@@ -33,8 +33,8 @@ class Eviction(Protocol):
     def choose(self, pages: Mapping[int, Page]) -> Page:
         """Return the page to evict, one of `pages`.
 
-        pages: the pool's pages, at least one, by `Page.id` in the order of their arrival; those of the fetch that needs
-            the room are left out.
+        pages: the pool's pages, at least one, in the order of their arrival; the keys are `Page.id`. Pages of the fetch
+            that needs the room are left out.
         """
 
 

@@ -146,7 +146,10 @@ class _Lookahead:
                     self._release(later, now, ended)
 
     def _release(self, number: int, now: int, ended: list[int]) -> None:
-        """Queue a task that waits for no other on its lane; if it is a join or cancelled, append it to `ended`."""
+        """Queue a task, which no longer waits for another, on its lane.
+
+        A join or a cancelled task needs no lane: it is appended to `ended` instead.
+        """
         task = self._tasks[number]
         if number in self.cancelled or isinstance(task, Join):
             ended.append(number)

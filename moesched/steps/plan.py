@@ -89,8 +89,9 @@ class Plan(PlanFacts):
             layers: numbers of the layers; by default all.
 
         Raises:
-            PolicyError: a cache has a place already, or does not exist, or the memory holds no KV caches; or only some
-                layers are named, and the run searches with beams, whose caches are undivided.
+            PolicyError: there is no such micro-batch or layer; a cache has a place already; or the memory cannot hold
+                KV caches. Also if the run searches with beams and only some layers are named, since beams' caches are
+                not divided by layer.
         """
         role = role_named("place_kv", role, self.machine, KV_ROLES)
         chosen = None if layers is None else frozenset(layers)
@@ -207,10 +208,11 @@ class Plan(PlanFacts):
             filled: pages that are in the pool before the first step; they are loaded after the resident ones.
 
         Raises:
-            PolicyError: the pages belong to several stages, and the pool would be an accelerator's; there is no such
-                memory or rule, or the rule belongs to another pool, of this run or an earlier one; the memory has a
-                pool of this name already; or the slots are too few or too small for the pages that fill it.
-            OverBudget: the memory has fewer bytes than the slots.
+            PolicyError: there is no such memory or rule; the memory has a pool of this name already; or the slots are
+                too few or too small for the pages in `filled`. Also if the pool is in an accelerator's memory, and its
+                pages belong to several stages. Also if the rule is an object that another pool has, or had in an
+                earlier run.
+            OverBudget: the slots need more bytes than the memory's budget.
         """
         self._declare("pool", self.declared)
         pages, filled = require_list("pool", pages), require_list("pool", filled)

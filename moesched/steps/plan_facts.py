@@ -114,10 +114,10 @@ class PlanFacts(Declarations):
         return self.memories[self.machine.processors[processor].memory]
 
     def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
-        """Return the bytes of a memory that stay free after the declarations so far and what every policy needs.
+        """Return the bytes of a memory that are left for further declarations.
 
-        Activations count for all micro-batches unless `limit_in_flight` is declared, and KV caches as soon as they have
-        a place.
+        Taken are the bytes for the declarations so far, and those that every policy needs. Activations count for all
+        micro-batches unless `limit_in_flight` is declared. KV caches count as soon as they have a place.
 
         Args:
             role: the role of the memory that is asked about.
@@ -145,14 +145,14 @@ class PlanFacts(Declarations):
 
 
 def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
-    """Return the number of tasks from which a step is taken for an endless loop: many times what a policy needs."""
+    """Return the default limit of a step's tasks: many times what a policy needs, so only endless loops reach it."""
     config = layout.config
     needed = len(layout.pages) + config.layers * (config.routed.experts + VERBS_OF_A_LAYER)
     return AMPLE * micro_batches * needed
 
 
 def _without_staging(machine: Machine) -> str:
-    """Return the reason, in words, that a machine has no pinned memory."""
+    """Return in words why a machine without pinned memory has none."""
     return "accelerator and host share one" if machine.unified else "all of the host's is page-locked"
 
 
@@ -161,8 +161,8 @@ def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) ->
 
     Args:
         machine: the machine as in its profile; budgets can name only its memories.
-        written: the same machine, listed with a memory for each accelerator of a pipeline; each of these has the budget
-            of the accelerator's memory in `machine`.
+        written: the same machine, with each accelerator of a pipeline and its memory listed by itself. Each of these
+            memories has the budget that `budgets` names for the accelerator's memory in `machine`.
         budgets: bytes by name of memory; memories that are not named have their whole capacity.
 
     Raises:

@@ -12,7 +12,8 @@ LOADED, FETCHED, SPECULATED = -1, -2, -3
 class Counted(NamedTuple):
     """The counts of one pool, in pages.
 
-    All reads of a page in one step count as one use; reads after the step fetched the page again count as another.
+    All reads of a page in one step count as one use. If the step fetches the page again in between, the reads after
+    that fetch count as another use.
 
     Attributes:
         fetched: pages that steps fetched, those whose transfer was cancelled included.

@@ -22,7 +22,7 @@ class ReadOnly:
         self._sealed = True
 
     def _set(self, **attributes: object) -> None:
-        """Set attributes without the check for read-only names, which takes most of an assignment's time."""
+        """Set attributes without the check for read-only names, since that check takes most of an assignment's time."""
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 

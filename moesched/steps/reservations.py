@@ -224,7 +224,7 @@ class Reservations(ReadOnly):
 
     @cached_property
     def _layer_caches(self) -> tuple[int, ...]:
-        """Bytes of the KV cache of one layer, the largest, at the end of the generation, for each micro-batch."""
+        """Bytes of each micro-batch's KV cache at the end of the generation, in the layer where it is largest."""
         batch, kinds = self._batch, self._operations.kinds.values()
         longest = map(batch.unshared_at_end, batch.micro_batches)
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
@@ -265,7 +265,11 @@ class Reservations(ReadOnly):
         return self._of_nodes[nodes]
 
     def _within_layers(self, declared: Declared) -> Iterator[Reservation]:
-        """Yield reservations for activations within a layer: for micro-batches in flight, and in decode for all."""
+        """Yield reservations for data that is needed only within a layer.
+
+        In prefill, activations count for the micro-batches in flight; in decode, for all micro-batches. With several
+        nodes, buffers for the sums that the nodes exchange are reserved as well.
+        """
         sizes, count, nodes = self.sizes, declared.in_flight, declared.nodes
         for fast in self._accelerators:
             what = f"activations of {count} micro-batches within a layer"

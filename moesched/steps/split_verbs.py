@@ -74,7 +74,8 @@ def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operan
 
     Args:
         task: the verb's own task.
-        make: the class of the new task, which gets the other arguments.
+        make: the class of the new task.
+        lane, work, verb, operands: arguments of the new task.
     """
     return make(lane, work, verb, task.layer, task.micro_batch, -1, operands, task.step, task.generated)
 

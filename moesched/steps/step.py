@@ -85,7 +85,11 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         return self._present("phase", micro_batch).phase
 
     def tokens(self, micro_batch: int) -> int:
-        """Return the number of new tokens of a micro-batch: all tokens of its prompts, or one for each sequence."""
+        """Return the number of a micro-batch's new tokens in this step.
+
+        In prefill they are the tokens of its prompts, or of the parts of prompts that it takes in this step. In decode
+        each sequence has one.
+        """
         batch = self._present("tokens", micro_batch)
         return sum(batch.tokens) if batch.phase == "prefill" else batch.works["embed"].tokens
 

@@ -31,13 +31,13 @@ class View(Generic[K]):
         key: identifies the pages, such as (layer, expert).
         pages, slots: the pages, and the slot that holds each.
         bound: the weights in the form that the device's kernels read, set by the device; None before that.
-        noted: the last step in which a use was noted, after which the other uses in that step need no note; always
-            `LOADED` (-1) if a pool's replacement rule counts every use.
-        used: for a view with a join, the last step in which a kernel read through it; at first, and always without a
-            join, the step in which the view was opened.
+        noted: the last step in which a use was noted; further uses in that step are not noted. If a pool's replacement
+            rule counts every use, this stays `LOADED` (-1), and every use is noted.
+        used: the last step in which a kernel read through the view. Before the first read, and always for a view
+            without a join, this is the step in which the view was opened.
         moving: those of `slots` whose pages may be replaced; the pages of all other slots stay for the whole run.
         block: the block of data that the join writes; None without a join.
-        reads: the blocks that a kernel which reads through the view depends on.
+        reads: the blocks that a kernel depends on if it reads through the view.
     """
 
     __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots", "used")

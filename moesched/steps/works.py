@@ -34,11 +34,11 @@ _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
 
 class Works:
-    """Makes the `Work` objects of a run (FLOPs and bytes), and sets those of a micro-batch for each of its steps.
+    """Makes the `Work` objects of a run (FLOPs and bytes), and sets a micro-batch's works before each of its steps.
 
     Args:
-        chosen: returns, for a task, the number of rows of each expert that its tokens choose, in a simulation with a
-            given routing; None to take the mean over tokens that choose experts uniformly.
+        chosen: for a simulation with a given routing: takes a task, and returns the number of rows of each expert that
+            the task's tokens choose. If it is None, works are means over tokens that choose experts uniformly.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
@@ -81,7 +81,7 @@ class Works:
         Args:
             kind: the kind of operation, such as "expert_ffn".
             resource: the processor that computes it.
-            amount: returns FLOPs, bytes, parts and kernel rate for a number of rows.
+            amount: takes a number of rows, and returns FLOPs, bytes, the parts that cost tables price, and kernel rate.
             layer_kind: number of the kind of layer.
             joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
             chosen: rows of each expert that `amount` counts, where it depends on the tokens' choices; else None.
@@ -141,7 +141,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the expected nanoseconds of a task with this work, which the virtual clock or the cost model gives."""
+        """Return the expected nanoseconds of a task with this work: the virtual driver's, or else the cost model's."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)

@@ -210,13 +210,14 @@ def _require_utf8(name: str, items: Iterable[str]) -> None:
 
 
 def _split(name: str, text: str, plain: bool) -> list[Any]:
-    """Split a text at commas; numbers and truth values are converted unless the option takes `plain` text.
+    """Split a text at commas into values; numbers and truth values are converted unless `plain` is set.
 
     Args:
         name: the axis, for the error.
+        plain: whether the values of the option are text, and stay as they are.
 
     Raises:
-        BadInput: there is nothing before, between or after commas.
+        BadInput: a value is empty, as in "1,,2" or "1,".
     """
     items = [item.strip() for item in text.split(",")]
     if not all(items):

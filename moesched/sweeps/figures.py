@@ -40,8 +40,8 @@ class MachineFacts(NamedTuple):
     def value(self, line: Line, name: str) -> Any:
         """Return the value of a metric, or of an axis, for a line of results.
 
-        The value is None if the line has none: all metrics of a failed simulation, and settings that its policy does
-        not take.
+        The value is None for every metric of a failed simulation, for a metric that the line has no data for, such as
+        dollars without a price, and for a setting that the line's policy does not take.
 
         Args:
             name: name of the metric or axis.

@@ -59,10 +59,10 @@ class Picture(NamedTuple):
 
 
 def default_x(axes: Axes) -> str:
-    """Return the axis of the sweep that a picture has for x by default.
+    """Return the name of the sweep's axis that is the x of a picture by default.
 
-    This is the batch size if it has several values, otherwise the first axis with several numbers, or with several
-    values.
+    This is the batch size if it has several values; otherwise the first axis that has several values, all numbers;
+    otherwise the first axis that has several values. If no axis has several, it is the batch size.
     """
     several = [name for name in ("batch_size", *varying(axes)) if len(axes.get(name, [])) > 1]
     numbers = [name for name in several if all(map(_is_number, axes[name]))]
@@ -127,7 +127,7 @@ def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: MachineF
 
 
 def _common(lines: Sequence[Line]) -> str:
-    """Return the model, machine and workload that all lines of results share, as a title."""
+    """Return a title of model, machine and workload, without those in which the lines of results differ."""
     shared = {name: {line.inputs.get(name) for line in lines} for name in ("model", "machine", "workload")}
     said = {name: _told(name, values.pop()) for name, values in shared.items() if len(values) == 1}
     where = " on ".join(said[name] for name in ("model", "machine") if said.get(name))
@@ -197,7 +197,9 @@ def _label(panel: Panel, title: str, picture: Picture) -> None:
 
 
 def _scale(panel: Panel, places: Sequence[Place], picture: Picture, categories: Sequence[str]) -> None:
-    """Set the scales of a panel's axes: logarithmic where values differ much, with ticks at an axis's values.
+    """Set the scales of a panel: logarithmic where values differ much.
+
+    If x is an axis of the sweep and has few values, the ticks are at these values.
 
     Args:
         places: x and y of all points of the picture.

@@ -45,7 +45,7 @@ def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
 
 
 def named_in_cell() -> Callable[[str], object] | None:
-    """Return a function that shows a stage's name, its argument, in a notebook's cell; None outside of notebooks."""
+    """Return a function that takes a stage's name and shows it in a notebook's cell; None outside of notebooks."""
     return CellLine(PATIENCE_SECONDS).show if in_a_notebook() else None
 
 

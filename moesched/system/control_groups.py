@@ -11,8 +11,9 @@ ROOT = Path("/")
 def groups_of(controller: str, root: Path = ROOT) -> Iterator[Path]:
     """Yield the folder of this process's control group for a controller, then the folder of each enclosing group.
 
-    Control groups of version 1 have a tree for each controller, version 2 has one tree for all. A container may see the
-    tree only from the process's own group on; the group's path in the host's tree does not exist then.
+    Control groups of version 1 have a tree for each controller, version 2 has one tree for all. In a container, the
+    tree may begin with the process's own group, although the group's path is given in the host's tree. The first
+    folders then do not exist, and the last one is the group's.
 
     Args:
         controller: name of the controller, such as "cpu".

@@ -164,7 +164,7 @@ def fault(error: BaseException, raw: object) -> tuple[str, str]:
 
 
 def value_at(path: str, raw: Any) -> str:
-    """Return the value at a path that `fault` returned, shortened; empty if the path does not lead to one value.
+    """Return the value at a path that `fault` returned, as short text; empty if the path does not lead to one value.
 
     Args:
         raw: the decoded lists, mappings and scalars; None if they are unknown.

@@ -98,8 +98,8 @@ class UsesMemoryAhead(Protocol):
     """A device that keeps weights in this process's memory, and can take blocks that were allocated ahead.
 
     Attributes:
-        memory_ahead: blocks for resident weights, assigned before the first batch. The device frees the blocks that are
-            left when the weights are loaded.
+        memory_ahead: blocks for resident weights, assigned before the first batch. The device frees the blocks that it
+            does not use, at the latest when the weights are loaded.
     """
 
     memory_ahead: MemoryAhead

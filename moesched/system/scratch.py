@@ -1,6 +1,6 @@
 """Temporary files and folders, which are removed at the end; after a kill, at the next start of moesched.
 
-Each process lists its temporary paths in a file in the cache folder, its ledger, and keeps the ledger locked while it
+Each process lists its temporary paths in its ledger, a file in the cache folder, and keeps the ledger locked while it
 lives. A ledger that is not locked belongs to a dead process: `sweep` removes the paths in it. A process that cannot
 write to the cache folder keeps no ledger; its temporary files stay if it is killed.
 """

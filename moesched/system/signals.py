@@ -45,7 +45,10 @@ class _Signals:
         self._since = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Stop the program by `deliver` at the first signal, and end the process at once at a later one."""
+        """Stop the program by `deliver` at the first signal, and end the process at once at a later one.
+
+        A signal within `SAME_SECONDS` of the first has no effect.
+        """
         now = time.monotonic()
         if self.first is None:
             self.first, self._since, self._pending = number, now, True

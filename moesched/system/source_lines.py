@@ -52,7 +52,8 @@ def is_pythons(file: str) -> bool:
 def is_a_librarys(file: str) -> bool:
     """Test whether a source file, given by its path, belongs to Python or to an installed package.
 
-    Code that Cython compiled has a path without a folder of packages: uvloop/loop.pyx, zmq/backend/cython/_zmq.py.
+    Relative paths count as those of packages, since code that Cython compiled has such paths: uvloop/loop.pyx,
+    zmq/backend/cython/_zmq.py.
     """
     compiled = file.endswith((".py", ".pyx")) and not Path(file).is_absolute()
     return is_pythons(file) or "site-packages" in file or compiled

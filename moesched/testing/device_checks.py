@@ -142,7 +142,7 @@ def _tokens(
     """Run a policy on a device for two equal batches, check both runs, and return the tokens by request.
 
     Args:
-        name: name of the policy; None for the policy `Previewing`, which then requests router scores.
+        name: name of the policy; None for the policy `Previewing` with router scores.
     """
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"

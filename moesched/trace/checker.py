@@ -175,7 +175,10 @@ def _numbers(tasks: list[_Task]) -> Iterator[str]:
 
 
 def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
-    """Yield sentences on wrong dependencies: doubled, on a task that the trace lacks, or on a task that ends too late.
+    """Yield sentences on wrong dependencies.
+
+    A dependency is wrong if it is doubled, if the trace lacks the task that is depended on, or if that task ends after
+    the dependent one starts.
 
     Args:
         numbered: index in `tasks` by (pid, number of the task).

@@ -159,7 +159,7 @@ def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
     Tasks whose demand is unknown are left out, and so are tasks that only wait, such as for the next request.
 
     Args:
-        sharing: whether demands keep the shares of resources by which the virtual clock slows down concurrent tasks.
+        sharing: whether demands keep `shares` and `slowed`, by which the virtual clock slows down concurrent tasks.
     """
     works = {id(task.work): task.work for task in tasks}
     return {

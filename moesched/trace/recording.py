@@ -42,7 +42,8 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
         layer, micro_batch, expert: -1 for none.
         flops, nbytes: FLOPs and bytes of the task.
         pages: the number of weight pages that the task moves.
-        priority_class: the task's class on a lane that runs the first ready task; lower classes go first.
+        priority_class: the task's priority class; of several ready tasks, a lane that is not in order takes one of the
+            lowest class.
         pool: the pool that the task brings pages to, with its memory, such as "experts in gpu".
         pool_slots: the number of pages that this pool has room for.
         rows: the number of rows (tokens) that the task works on; 0 for transfers.
@@ -92,12 +93,13 @@ class Slice(msgspec.Struct, gc=False):
         ticket: number of the collective that the task is a part of, -1 if none.
         line: the line of the policy that submitted the task, as file:line.
         awaited_at: number of tasks submitted before the policy had to wait for this one; -1 if it never had to.
-        dispatch: time from the lane's receipt of the task to its start, in which the thread of the lane wakes up.
-        launching: time from the start of a stream's task until the host had launched its last kernel, in which the
-            stream may have waited for the host.
-        submit_delay: for a task that had nothing to wait for when it was submitted, not even its lane, the time that
-            the policy took to submit it: since the end of the task that the policy awaited last or, if it submitted
-            other such tasks after that, since the last of these. -1 for other tasks.
+        dispatch: nanoseconds from the lane's receipt of the task to its start, in which the lane's thread wakes up; 0
+            for a task on a stream.
+        launching: for a task on a stream, nanoseconds from its start until the host had launched the task's last
+            kernel; the stream may have waited for the host in this time.
+        submit_delay: nanoseconds that the policy took to submit the task, if the task then had nothing to wait for, not
+            even its lane; -1 for other tasks. They count from the end of the task that the policy awaited last. If the
+            policy has submitted other tasks with a delay since that end, they count from the last such submission.
         experts: numbers of rows by expert, for the experts that a router or a preview chose; None for other tasks.
     """
 

@@ -201,7 +201,8 @@ class _Handler(SimpleHTTPRequestHandler):
 def _without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
     """Return a trace without those series of its counters that are always zero; all other events stay as they are.
 
-    A counter event has a value for each of the counter's series, and a viewer would draw a track for each of these.
+    A counter event has a value for each of the counter's series, and a viewer draws a track for every series, even for
+    one that is always zero.
 
     Args:
         data: the JSON of the trace.

@@ -19,10 +19,12 @@ class Wait(NamedTuple):
     Attributes:
         waited_for: index of the slice (a task that ran) that this task waited for; -1 if it waited for none.
         why: "data": this task reads the other's result; "room": this task overwrites weights that the other used;
-            "lane": the other occupied the lane; "rank": the other held up another rank's part of a collective;
-            "await": the policy awaited the other, and then submitted this task; "start": `waited_for` is -1.
-        policy: nanoseconds in which the policy ran, after the other task's end or the start of the recording.
-        host: nanoseconds from then to the start of this task, in which the driver ran and the lane's thread woke up.
+            "lane": the other occupied the lane; "rank": this task is a part of a collective, and the other held up the
+            part of another rank; "await": the policy awaited the other, and then submitted this task; "start":
+            `waited_for` is -1.
+        policy: nanoseconds in which the policy ran, between the other task's end (or the start of the recording) and
+            the start of this task.
+        host: the rest of the nanoseconds between the two, in which the driver ran and the lane's thread woke up.
     """
 
     waited_for: int
@@ -82,8 +84,8 @@ def _candidates(
 def lacked_room(before: Slice, each: Slice) -> bool:
     """Test whether `each` had to wait for `before` because it overwrites weights that `before` used.
 
-    The result is False if `each` needed data from `before`: it moves no weights, or `before` moved the same weights to
-    the place from which `each` reads them.
+    The result is False if `each` needed data from `before` instead. That is so if `each` moves no weights, or if
+    `before` moved the same weights, which `each` then moves on.
     """
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))

@@ -58,8 +58,9 @@ class Architecture(NamedTuple):
         tensors: function that yields the tensors of a published checkpoint.
         other_tensors: function that yields tensors that may stand in place of published ones, such as all experts of a
             layer in one tensor.
-        extra_tensors: function that yields patterns, with *, of the names of tensors in published checkpoints that are
-            not needed. They are skipped; any other unknown tensor is refused, since it belongs to another model.
+        extra_tensors: function that yields patterns, with *, of names of tensors. Published checkpoints have these
+            tensors, but they are not needed and are skipped. Any other unknown tensor is refused, since it belongs to
+            another model.
     """
 
     model_types: tuple[str, ...]

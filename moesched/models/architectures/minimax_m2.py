@@ -1,4 +1,4 @@
-"""MiniMax-M2: many small experts chosen by sigmoid scores plus a bias, heads of which half is rotated.
+"""MiniMax-M2: many small experts chosen by sigmoid scores plus a bias; half of each head is rotated.
 
 The norms of queries and keys are over all heads together.
 """

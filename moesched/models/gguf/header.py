@@ -81,7 +81,7 @@ class _Source:
     """Reader that returns the values of a GGUF header in order, and reads no more of the file than needed.
 
     Attributes:
-        at: bytes of the file before the next value.
+        at: offset of the next value in the file, in bytes.
         about: name of the value that is read now, for error messages.
     """
 

@@ -50,7 +50,10 @@ def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) 
 
 
 def packing(paper: MacPaper) -> Section:
-    """Make the section of Fig. 4: the packing benchmark, simulated with our model of wired memory; and the findings."""
+    """Make the section of Fig. 4: the packing benchmark, simulated with our model of wired memory.
+
+    The section also has the paper's claims about this benchmark, with our results beside them.
+    """
     wired_memory = at_peak(load_machine(paper.machine)).wired_memory
     assert wired_memory is not None
     rows: list[dict[str, Value]] = []

@@ -12,7 +12,11 @@ from moesched.reproduce.report import Section, Value, rounded
 
 
 def artifact_section(paper: Paper, on_progress: Callable[[str], None]) -> Section:
-    """Make the section of all runs in the artifact, with the prefill and decode times that pairs of runs imply."""
+    """Make the section of all runs in the artifact: measured and predicted throughput of each run.
+
+    Notes give median errors, and the times of the prefill and of a decode step. These times follow from the durations
+    of two runs of the same system and requests that generate different numbers of tokens.
+    """
     rows: list[dict[str, Value]] = []
     notes = []
     for each in paper.artifact:
@@ -51,7 +55,12 @@ def _row(of: ArtifactRuns, run: ArtifactRun, predicted: Predicted) -> dict[str, 
 
 
 def _parts(of: ArtifactRuns, one: tuple[ArtifactRun, Predicted], other: tuple[ArtifactRun, Predicted]) -> str:
-    """Describe the prefill and decode times that two runs of the same requests imply, beside our predictions."""
+    """Describe the prefill and decode times that follow from two runs of the same requests, beside our predictions.
+
+    Args:
+        one: the run that generates fewer tokens, and our prediction of it.
+        other: the run that generates more tokens, and our prediction of it.
+    """
     (short, predicted), (long, _) = one, other
     step = (long.seconds - short.seconds) / (long.new_tokens - short.new_tokens)
     prefill = short.seconds - (short.new_tokens - 1) * step

@@ -2,8 +2,8 @@
 
 * The CPU computes all operations of layers that are not on the GPU, also projections and routers. The estimates ignore
   two effects: the time of attention on the CPU, and the copies between GPU and CPU that llama.cpp saves.
-* These layers' dense weights are also copied to the GPU, for products of at least 32 rows (pull request 6083),
-  and for 512 rows of a prompt at a time (n_ubatch).
+* For products of at least 32 rows, these layers' dense weights, too, are copied to the GPU (pull request 6083). A long
+  prompt passes in parts of 512 rows (n_ubatch), and the weights are copied for each part.
 * Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes again all tokens of a beam
   after the prefix that all beams share: the KV cache holds only that prefix, which grows when all beams agree.
 

@@ -172,10 +172,10 @@ class AttentionVerbs(Verbs):
             )
 
     def _chunks_kv(self, layer: int, micro_batch: int) -> Block:
-        """Return the accelerator's block with the keys and values of earlier chunks, if the host has the KV cache.
+        """Return the accelerator's block for keys and values of chunked prompts whose KV cache is on the host.
 
-        The block holds the keys and values of one layer: all chunks pass a layer, on the same processor, before the
-        next one.
+        The block holds the keys and values of one layer. So all chunks of the same prompts have attention in a layer,
+        on the same processor, before the first of them has attention in the next layer.
 
         Raises:
             OutOfOrder: later chunks of the same prompts have not passed the previous layer.

@@ -364,8 +364,8 @@ def _submit_kernels(
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
     """Return two lists by verb number: the progress that each verb needs, and the progress that it leaves, in layer 0.
 
-    For another layer, add `STRIDE` times the layer's number. `sample` is called with layer -1; its progress in the
-    lists is such that this sum is the progress after all layers.
+    For another layer, add `STRIDE` times the layer's number. This holds for `sample` too, which comes after all layers
+    but is called with layer -1: its numbers in the lists are higher by `stride`.
 
     Args:
         stride: the progress of a whole step.

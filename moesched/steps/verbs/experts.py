@@ -70,8 +70,8 @@ class ExpertVerbs(Verbs):
         Submits this task, between `route` and `combine` of the present layer, and returns its handle. Await it for
         {expert: tokens}: a guess of the experts that `route` will choose in `layer`, the later one. The guess does not
         change that choice (speculative expert loading, Eliseev and Mazur 2023). The dense pages of `layer` must be on
-        the accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Reports tell which
-        share of the routed experts had been forecast, by the number of layers ahead.
+        the accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Reports tell, for
+        each number of layers ahead, which share of the experts that `route` chose had been forecast.
         """
         batch = self._in_time(PREVIEW_ROUTE, layer, micro_batch)
         if self._state.stage_of[layer] is not batch.stage:
@@ -167,10 +167,10 @@ class ExpertVerbs(Verbs):
 
         Submits this task and returns its handle. Several micro-batches make one task, whose work reads the expert's
         weights once (module-based batching, MoE-Gen, arXiv 2503.09716). With ranges of rows, accelerator and host can
-        share an expert. Results have the same bits either way.
+        share an expert. On one processor, the results have the same bits however the rows are divided or joined.
 
-        On the host the expert's weights are read in host memory (`Plan.run_experts_on_host`). Both processors give the
-        same bits if they run the same kernels: on the torch device without CUDA they do.
+        On the host the expert's weights are read in host memory (`Plan.run_experts_on_host`). Accelerator and host give
+        the same bits if they run the same kernels: on the torch device without CUDA they do.
 
         Args:
             micro_batch: the number of a routed micro-batch, or the numbers of several.
@@ -276,7 +276,7 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an expert's output on the host, for `load_routed`; in a shared memory, also for `combine`."""
+        """Note an expert's output on the host, for `load_routed`; also for `combine` if the machine has one memory."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:

@@ -96,7 +96,10 @@ def trial_item(trial: Trial) -> Item:
 
 
 def cell_item(cell: Cell) -> Item:
-    """Make the item that simulates the policy in a cell, for its predicted time, a lower bound of it, and advice."""
+    """Make the item that simulates the policy in a cell.
+
+    Its outcome has the policy's predicted time, a lower bound of that time, and advice.
+    """
 
     def run(subject: Subject) -> Outcome:
         outcome = Outcome()
