@@ -274,7 +274,7 @@ class PlainEngine:
         self._enqueue(task)
 
     def halt(self, cause: BaseException) -> None:
-        """Cancel, with the error `cause`, all tasks that have not started, except admitted collectives.
+        """Cancel, with the error `cause`, all tasks that have not started, except collectives that all ranks reached.
 
         Ready tasks are cancelled now, waiting ones as they become ready.
         """

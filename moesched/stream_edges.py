@@ -12,7 +12,7 @@ from moesched.tasks import DONE, ISSUED, DeviceEdges, Task
 
 
 def before_on_device(task: Task) -> Sequence[Task]:
-    """Return the tasks on other streams of the same device that the device runs before this one."""
+    """Return the tasks on other streams of the same device that this task waits for on the device."""
     return () if task.device_edges is None else task.device_edges.before
 
 

@@ -108,7 +108,7 @@ class LaggingGraph:
         self._gpu.replay(capture.works)
 
     def reset(self) -> None:
-        """Forget the captured work, and give up the use of the memory pool."""
+        """Forget the captured work; the graph no longer uses its memory pool, which other graphs may share."""
         if self._capture is not None:
             self._pool.discard(self)
             self._capture = None

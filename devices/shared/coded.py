@@ -107,7 +107,7 @@ Block = Tensor | CodedRows
 
 
 def rows_of(block: Block) -> Tensor:
-    """Return the tensor with a block's rows: numbers if the block is plain, bytes if it is quantised."""
+    """Return the rows of weights that a block holds, as a tensor: numbers if they are plain, bytes if quantised."""
     return block.raw_NB if isinstance(block, CodedRows) else block
 
 

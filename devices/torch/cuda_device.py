@@ -235,7 +235,7 @@ def refusal(cuda: CudaFacts) -> str | None:
 
 
 def kernels_in_triton() -> Sequence[Row]:
-    """Register the launches of Triton kernels as torch operators; returns the kernels' classes for the kernel table.
+    """Register the launches of Triton kernels as torch operators; returns these kernels' rows of the kernel table.
 
     Raises:
         BadInput: Triton is not installed, or the GPU is too old for Triton.

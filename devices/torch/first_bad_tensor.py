@@ -54,7 +54,7 @@ class FirstBadTensor:
 
         The result is None if all numbers are finite.
 
-        state: the state of the micro-batch, or of a chunk of prefill; earlier chunks are then checked first.
+        state: the state of the micro-batch. If it is that of a chunk of prefill, earlier chunks are checked first.
         """
         if self._config.ranks > 1:
             return describe_first_bad_weight(self._reader, self._layout)

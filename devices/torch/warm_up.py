@@ -99,7 +99,7 @@ class ExpertWarmUp:
     """Warms up a node that has only experts: runs their kernels once at a plan's sizes, and drops the results.
 
     Args:
-        config: the configuration of a model that has only one layer.
+        config: the model's configuration, cut to one layer.
         weights: the tensors of that layer, with any contents.
     """
 

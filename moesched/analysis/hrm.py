@@ -167,7 +167,7 @@ def batch_reaching(operations: Operations, lower_intensity: float) -> int | None
     """Return the smallest number of requests whose FFN reaches an operational intensity; None if none does.
 
     Args:
-        lower_intensity: the intensity I^j, in FLOP per byte of the lower memory.
+        lower_intensity: the paper's I^j, in FLOP per byte of the lower level's memory (the host's).
     """
 
     def reached(batch: int) -> float:

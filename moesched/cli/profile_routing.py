@@ -151,7 +151,7 @@ def _profile(model: Path, file: Path, run: ProfiledRun) -> tuple[Profiled, int]:
 def sparsity(
     model: Model, run: SparsityRun, prompts: PromptFile = None, *, json: options.Json = False
 ) -> int:
-    """Count the activations after the experts' SiLU that are near zero, by layer (Twiddler, Appendix B).
+    """Count the activations after the experts' SiLU that are near zero, by layer (the Twiddler paper, Appendix B).
 
     Without --prompts, random token ids run through the model.
 

@@ -1,4 +1,4 @@
-"""Probes, which judge the facts about a machine: its host, its accelerators, and the cluster that it is to start."""
+"""Probes: they judge the facts about a machine's host, its accelerators, and the cluster that it is asked to start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finds sustained rates: the share of a machine's stated rates that kernels and copies reach.
 
-A processor names its class of device, from `rates/`; the processor's own `rates` replace those of the class. If no
-processor of a machine names a class, the stated rates count as sustained in full.
+A processor names its class of device, whose shares are in a file of the folder `rates/`; shares under `rates` in the
+machine's own file replace them. If no processor of a machine names a class, the stated rates count as reached in full.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ class RoutingTrace(NamedTuple):
 class RecordedChoices:
     """The expert choices that a trace recorded, as a source for simulations.
 
-    After the trace's last request, and after a request's last token, the choices repeat from the first one.
+    The choices repeat: after the trace's last request come those of the first request, and after a request's last token
+    those of its first token.
     """
 
     def __init__(self, trace: RoutingTrace) -> None:

@@ -71,7 +71,7 @@ class Devices(NamedTuple):
 
     @property
     def core_plan(self) -> CorePlan | None:
-        """The first device's division of the host's cores among its threads; None if it does not divide them."""
+        """The shares of the host's cores that the first rank's device gives its threads; None if it gives none."""
         return self.first.core_plan if isinstance(self.first, DividesCores) else None
 
     @property

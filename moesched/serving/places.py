@@ -118,7 +118,7 @@ class Places:
         return sum(place.held for place in self._places)
 
     def enter(self, request: Request) -> bool:
-        """Give a request a place that has room for its prompt and answer: of several places, the least full one.
+        """Give a request a place (micro-batch) that has room for its prompt and answer: of several, the least full one.
 
         Returns:
             False if no place has room.

@@ -37,8 +37,8 @@ class BatchBytes(ReadOnly):
 
     Args:
         batch: the requests and their division into micro-batches.
-        chunks: for each micro-batch of prefill, by number, the part of the prompts that it takes; where long prompts
-            are cut, prefill has more micro-batches than decode.
+        chunks: the part of the prompts that each micro-batch of prefill takes, by the micro-batch's number. Where long
+            prompts are cut, prefill has more micro-batches than decode.
         operations: sizes of the model's data.
         on_gpu: whether the accelerator is a GPU with a memory of its own.
 
@@ -121,9 +121,9 @@ class BatchBytes(ReadOnly):
         )
 
     def host_prompt_rows(self, in_flight: int) -> int:
-        """Return the bytes of the host's buffers for rows of prompts whose experts run on the host.
+        """Return the bytes of the host's buffers for prefill's rows (tokens) whose experts run on the host.
 
-        in_flight: number of micro-batches that are within a layer at once; the largest ones are counted.
+        in_flight: number of micro-batches that are within a layer at once: in the worst case, the largest ones.
         """
         return sum(routed_prompt_bytes(self._operations, rows) for rows in self._largest_first[:in_flight])
 

@@ -7,7 +7,7 @@ from moesched.steps.plan import Plan
 
 
 def lanes_contend(plan: Plan) -> bool:
-    """Test whether a task that runs on one lane slows down tasks on other lanes."""
+    """Test whether, on the plan's machine, a task on one lane slows down tasks on other lanes."""
     return devices_contend(plan) or host_contends(plan)
 
 

@@ -126,7 +126,7 @@ def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Pred
     """Predict the throughput from the prefill and a few decode steps in the middle of the generation.
 
     If the plan does not fit in the accelerator's memory, this memory is enlarged in steps of 5 %, since the measured
-    systems ran with these sizes.
+    systems did run with these micro-batches.
 
     Args:
         micro_batches: number of micro-batches.

@@ -61,10 +61,10 @@ class Verb:
         task: the type of its task.
         reads, writes: names of the blocks that its task reads and writes. A name of an attribute of `Blocks` stands for
             that block; for each other name, such as "weights", the verb's method finds the blocks.
-        when: the times at which the verb is allowed. "exactly": only at the progress `needs`. "until": from the start
-            of the step up to `needs`. "earlier": at `needs`, or when the micro-batch is at the same point of an earlier
-            layer. "unsaved": from `needs` on, while keys and values wait to be moved to the host.
-        saved: whether the verb is refused while keys and values wait to be moved to the host.
+        when: the progress of the micro-batch at which the verb is allowed. "exactly": only `needs`. "until": any up to
+            `needs`. "earlier": `needs`, or the same point of an earlier layer. "unsaved": any from `needs` on, as long
+            as new keys and values wait to be moved to the host.
+        saved: whether new keys and values must have been moved to the host before the verb.
         elsewhere: the progress that it needs on a node without attention; None for a verb that such nodes lack.
         grows: whether its task's FLOPs and bytes grow from step to step with the KV cache.
         in_layer: whether it belongs to a layer.

@@ -1,4 +1,4 @@
-"""Conversion of a policy's errors to faults: each has the policy's line, the message and the case."""
+"""Turns the errors of a policy under test into faults: an error's line in the policy, its message and the test case."""
 
 from __future__ import annotations
 
