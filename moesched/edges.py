@@ -18,6 +18,9 @@ def follow_writers(task: Task, blocks: Sequence[Block]) -> int:
     """Add edges to `task` from the last writers of the blocks that it reads.
 
     If one of these writers failed or was cancelled, `task` is cancelled, too.
+
+    Returns:
+        The number of these edges that the task waits for on the host.
     """
     waits = 0
     domain = task.lane.domain
@@ -38,7 +41,11 @@ def follow_writers(task: Task, blocks: Sequence[Block]) -> int:
 
 
 def follow_users(task: Task, blocks: Sequence[Block]) -> int:
-    """Add edges to `task` from the last readers, or else the last writer, of each block that it overwrites."""
+    """Add edges to `task` from the last readers, or else the last writer, of each block that it overwrites.
+
+    Returns:
+        The number of these edges that the task waits for on the host.
+    """
     waits = 0
     domain = task.lane.domain
     for block in blocks:
@@ -60,7 +67,7 @@ def follow_users(task: Task, blocks: Sequence[Block]) -> int:
 
 
 def follow(task: Task, others: Sequence[Task]) -> int:
-    """Add edges to `task` from other tasks, which must settle before it, but whose results it does not need."""
+    """Add edges to `task` from others that must settle first but give it no result; return how many are unsettled."""
     task.deps += [other.id for other in others]
     unsettled = [other.followers for other in others if other.followers is not None]
     for followers in unsettled:

@@ -46,7 +46,7 @@ class DoesNotFit(BadInput):
     """No policy fits the machine's memories.
 
     Attributes:
-        ranking: all policies that were tried, each with the bytes that it lacks; same type as `Proposal.ranking`.
+        ranking: all policies that were tried, each as a `Ranked`, with the bytes that it lacks.
     """
 
     def __init__(self, message: str, ranking: list[Any]) -> None:
@@ -85,11 +85,11 @@ class OverBudget(PolicyError):
 
 
 class KernelFailed(MoeschedError):
-    """A kernel from outside the tree raised, or returned a wrong type, shape or dtype; the message names the kernel."""
+    """A kernel of a plug-in raised, or returned a wrong type, shape or dtype; the message names the kernel."""
 
 
 class WrongValue(MoeschedError):
-    """A device returned a value that is no result of a task; the message names the device, the value and the task."""
+    """A device returned an invalid value for a task; the message names the device, the value and the task."""
 
 
 class TaskFailed(MoeschedError):

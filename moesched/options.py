@@ -263,7 +263,7 @@ def part_of(options: Options, *parts: type[Options]) -> dict[str, Any]:
 
 
 def flags_given(options: Options) -> list[str]:
-    """Return the flags of the fields of `options` whose values differ from the command line's defaults."""
+    """Return the flags, without values, of the options whose values differ from the command line's defaults."""
     return [
         each.flag
         for each in described(type(options)).values()

@@ -108,10 +108,10 @@ class _FoundName(str):
 
 
 def found_here(kind: Kind, given: T) -> T:
-    """Return `given`; a name with a module or a file is looked up now, and the returned name holds the class found.
+    """Return `given`; if it names a module or a file, the class is found now, and the returned name holds it.
 
-    So the name still gives this class when it is used in another current folder. Installed names mean the same in any
-    folder, so their modules are imported only when they are used.
+    Such a name then stands for the same class in any current folder. Installed names do so anyway, so their modules are
+    imported only when they are used.
 
     Raises:
         BadInput: `find` cannot find or load the plug-in.
@@ -275,7 +275,7 @@ def _points(kind: Kind) -> tuple[EntryPoint, ...]:
 
 @cache
 def _points_on(path: tuple[str, ...], kind: Kind) -> tuple[EntryPoint, ...]:
-    """Return the installed plug-ins of a kind in the packages on `path`; cached, as a file is read for each package.
+    """Return the entry points of a kind in the packages on `path`; cached, as each search reads a file per package.
 
     path: `sys.path` at the time of the call.
     """

@@ -69,12 +69,12 @@ def _wait_there(task: Task, other: Task) -> None:
 
 
 def wait_on_host(task: Task) -> bool:
-    """Make a task wait, on the host, for those tasks before it on its device that are unsettled.
+    """Make a task that will not run wait on the host for the tasks that it waits for on its device.
 
-    Thus the engine settles the task after them.
+    The engine cancels it once they have settled: once each is done, failed or cancelled.
 
     Returns:
-        whether there are any.
+        whether any of them has not settled yet.
     """
     unsettled = 0
     for other in before_on_device(task):

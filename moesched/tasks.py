@@ -58,7 +58,7 @@ class Block:
         name: the name in messages.
         nbytes: the block's size in bytes; 0 if not known.
         memory: the memory's name; empty if not known.
-        writer: the last task that writes the block, from which the engine infers edges; None for none.
+        writer: the last task submitted that writes the block; None for none. The engine infers edges from it.
         readers: the tasks that read the block after `writer`; those that `forget_readers` dropped are left out.
     """
 
@@ -72,9 +72,9 @@ class Block:
         self.readers: list[Task] = []
 
     def forget_readers(self, before: int) -> None:
-        """Drop settled readers that belong to a step before the step `before`, since a block may be read for days.
+        """Drop settled readers of the steps before the step `before`, so that the list stays short in a long run.
 
-        Readers of later steps stay, settled or not, since whether a trace shows an edge must not depend on timing.
+        Readers of other steps stay, settled or not, since whether a trace shows an edge must not depend on timing.
         """
         self.readers = [task for task in self.readers if task.step >= before or task.state < DONE]
 
@@ -88,8 +88,8 @@ class Lane:
     Args:
         discipline: the order of tasks. "ready_first" takes, of the ready tasks, the one of the lowest priority class,
             and of several in that class the earliest. "in_order" takes tasks in the order of submission.
-        domain: the device, if the lane is one of its streams; None for other lanes. The device itself keeps edges
-            between its streams, so a task is handed to its stream once the tasks that it waits for were handed over.
+        domain: name of the device, if the lane is one of its streams; None for other lanes. The device itself enforces
+            edges between its streams: a task is handed over as soon as those that it waits for there were handed over.
         depth: any ready task may be handed to the stream while fewer tasks than this are in flight. A task is in flight
             if it was handed over and has not ended.
         depth_in_order: the largest number of tasks in flight, at least `depth`. While `depth` or more are in flight,
@@ -181,7 +181,10 @@ class Lane:
             heapify(self.heap)
 
     def remove_all(self) -> list[Task]:
-        """Remove and return all ready tasks except collectives, which other ranks rely on."""
+        """Remove and return all ready tasks except collectives, which other ranks rely on.
+
+        An in-order lane keeps them in its queue, and skips them once they are settled.
+        """
         removed = [task for _, task in self.heap if type(task) is not Collective]
         removed += [task for task in self.queue if task.state == READY and type(task) is not Collective]
         self.heap = [(key, task) for key, task in self.heap if type(task) is Collective]
@@ -371,12 +374,11 @@ def story_of(task: Task, error: BaseException) -> str:
 
 
 def cancelled_by(task: Task) -> BaseException:
-    """Return the error of a task that needs the result of a lost task: one that failed or was cancelled.
+    """Return the error for a later task that cannot run, since it needs the result of `task`.
 
-    If a failure was the cause of the loss, it is returned: a `TaskFailed` or a `PolicyError`. Otherwise the result is a
-    new `TaskCancelled`.
+    This is the `TaskFailed` or `PolicyError` by which `task` failed or was cancelled; otherwise a new `TaskCancelled`.
 
-    task: the lost task.
+    task: a task that failed or was cancelled.
     """
     if isinstance(task.cause, (TaskFailed, PolicyError)):
         return task.cause
@@ -441,7 +443,7 @@ def priority(priority_class: int, task_id: int) -> int:
 
 
 def class_of(task: Task) -> int:
-    """Return the priority class of a task; 0 for collectives, which go before all others once they are admitted."""
+    """Return the priority class of a task; 0 for collectives, which go first once `Engine.admit` has let them start."""
     return 0 if type(task) is Collective else task.key >> CLASS_SHIFT
 
 

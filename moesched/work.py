@@ -13,10 +13,10 @@ class WorkPart(NamedTuple):
     Attributes:
         operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with
             weights that stay in memory).
-        size: the size of one operation: bytes of weights; without weights, bytes moved; for a transfer, bytes of each
-            page; for a prompt's attention, FLOPs; for a decode step's attention, bytes of each KV head.
-        rows: number of rows that the weights are multiplied with, one for each token (a mean if an expert's tokens are
-            not known); for a transfer, number of pages; for a decode step's attention, number of KV heads.
+        size: the size of one operation: bytes of weights or, without weights, bytes moved. For a transfer: bytes per
+            page. For a prompt's attention: FLOPs. For a decode step's attention: bytes of each KV head.
+        rows: number of rows (tokens) that the weights are multiplied with, or the mean if an expert's tokens are not
+            known. For a transfer: number of pages. For a decode step's attention: number of KV heads.
         times: the number of operations; if only its expected value is known, that may be a fraction.
         coded: pairs of the name of a coded storage format and the bytes of weights in it; other weights are not coded.
     """
@@ -36,8 +36,8 @@ class Demand(NamedTuple):
         shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
             decimals, so that similar tasks have equal shares.
         work_class: the class of work that the task belongs to, by which measured slowdowns are found; empty for none.
-        slowed: measured speeds of the task while tasks of other classes run, relative to its speed alone: pairs
-            (classes, speed). The classes are one text, in which `at_once` joins their names.
+        slowed: pairs (classes, speed): the measured speed of the task while tasks of these classes run beside it,
+            relative to its speed alone. `at_once` joins the names of the classes to one text.
         lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """

@@ -38,7 +38,7 @@ class EmulatedDevice:
 
     Args:
         dilation: real seconds for each second of the emulated machine. With 0, a rehearsal chooses one dilation for
-            prefill and one for decode: the least with which real work takes less than a third of each lane's time.
+            prefill and one for decode, so that real work will take less than a third of each lane's time.
         keep_logits: whether `logits` keeps the logits of all steps.
     """
 
@@ -103,9 +103,9 @@ class EmulatedDevice:
 
     @property
     def logits(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The logits of each step of a micro-batch, if they are kept: pairs of the sequences' numbers and their logits.
+        """A pair for each step of a micro-batch, if kept: the sequences' indices in the batch, and their logits.
 
-        The logits of a step have the shape (sequences, vocabulary).
+        The logits have the shape (sequences, vocabulary).
         """
         return self._torch.logits
 
@@ -129,7 +129,7 @@ class EmulatedDevice:
         return self._torch.slot_bytes(page)
 
     def clock(self) -> int:
-        """Nanoseconds of the emulated machine since `begin` returned."""
+        """Nanoseconds on the clock of the emulated machine, which the first call of `begin` starts."""
         return self._time.now()
 
     def join(self, rank: int, transport: Transport, first: EmulatedDevice) -> None:
@@ -141,8 +141,8 @@ class EmulatedDevice:
             first: the device of rank 0.
 
         Raises:
-            BadInput: the model is not cut over ranks. The devices would then be nodes, that is, several machines, and
-                these have no common clock.
+            BadInput: the model is not cut over ranks, so each device would be a machine of its own (a node). Nodes have
+                no common clock.
         """
         if self.layout.config.ranks == 1:
             raise BadInput(
@@ -178,10 +178,7 @@ class EmulatedDevice:
             self._pace = Pace(self._time, self._dilations, last_chunks)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether, in decode steps, each row's results have the same bits whatever the other rows are.
-
-        rows: the largest number of rows of a micro-batch in such a step.
-        """
+        """Test whether no row's bits depend on another row, in decode steps of micro-batches of up to `rows` rows."""
         return self._torch.rows_apart(rows)
 
     def execute(self, task: Task) -> Any:
@@ -203,7 +200,7 @@ class EmulatedDevice:
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Return how well lanes kept to the emulated machine's time, over all tasks since `begin` except loading."""
+        """Compare real work with the emulated machine's time, over all tasks since `begin` except loading."""
         return self._meters.result(self._dilations)
 
 

@@ -40,9 +40,9 @@ class DilatedClock:
         self._pace = perf_counter_ns(), self.now(), dilation
 
     def wait_until(self, moment: int) -> None:
-        """Sleep until the emulated machine's clock reaches a time, then spin, so as to return on time.
+        """Wait until the emulated machine's clock reaches `moment` (nanoseconds).
 
-        moment: the time to wait for, in nanoseconds of the emulated machine.
+        The thread sleeps for most of this time, and spins for the rest, since a sleep may end late.
         """
         while (left := (moment - self.now()) * self.dilation) > SPUN_NANOSECONDS:
             sleep(min(left - SPUN_NANOSECONDS, NAP_NANOSECONDS) / 1e9)
@@ -56,8 +56,8 @@ class Pace:
     Args:
         time: the clock; the constructor starts it.
         dilations: the dilations for prefill and for decode.
-        prompts: number of chunks in which at least one prompt ends. After as many calls of `count_prefilled`, prefill
-            has ended.
+        prompts: number of chunks that contain the end of a prompt. Prefill has ended after this number of calls of
+            `count_prefilled`.
     """
 
     def __init__(self, time: DilatedClock, dilations: Dilations, prompts: int) -> None:
@@ -67,7 +67,7 @@ class Pace:
         time.run(dilations.prefill)
 
     def count_prefilled(self) -> None:
-        """Count a chunk in which prompts end, once its tokens are sampled; all calls must come from one thread."""
+        """Count a chunk that contains the end of a prompt, once tokens are sampled; call this from one thread only."""
         self._left -= 1
         if not self._left:
             self._time.run(self._decode)

@@ -13,7 +13,7 @@ REAL_SHARE = 1 / 3
 
 
 class LaneMeter:
-    """Sums the times of the tasks of one lane (a queue of tasks), and counts the tasks that took too long."""
+    """Sums the times of one lane's tasks, and counts tasks whose real work took too long (see `EmulatedLane`)."""
 
     def __init__(self) -> None:
         self.worked = 0.0
@@ -23,7 +23,7 @@ class LaneMeter:
         """Add a task's times, all in nanoseconds of the emulated machine.
 
         Args:
-            worked: time of the real work on this machine.
+            worked: real time of the work on this machine, divided by the dilation.
             modelled: time that the cost model gives for the task.
             taken: time that the task occupied its lane.
         """
@@ -34,9 +34,9 @@ class LaneMeter:
         self.late += worked > modelled
 
     def result(self) -> EmulatedLane:
-        """Return the share of the lane's time that real work took, and the number of tasks that took too long.
+        """Return how real work compares with the modelled times of the tasks that were added.
 
-        At least one task must have been added.
+        At least one of these times must be more than 0.
         """
         return EmulatedLane(self.worked / self.modelled, self.overruns, self.late, self.excess / 1e9)
 

@@ -41,7 +41,7 @@ NO_LIMIT = 1 << 62
 
 
 class Rehearsed(NamedTuple):
-    """The times of one verb (kind of task) on one lane (queue of tasks), summed over its tasks in all layers.
+    """The time that the tasks of one verb (kind of task) take on one lane (queue of tasks), in all layers together.
 
     Attributes:
         lane: name of the lane.
@@ -60,8 +60,8 @@ def rehearse(
 ) -> dict[Phase, list[Rehearsed]]:
     """Run the model's last layer on the plan's largest micro-batch, one task after the other, and measure the tasks.
 
-    The last layer has experts; the first ones may have none. All weights are streamed, since computing with resident
-    weights is at least as fast.
+    The last layer has experts; the first ones may have none. All weights are streamed: this is the slow case, as
+    computing with resident weights is never slower.
 
     Args:
         checkpoint: the model's files.
@@ -104,7 +104,7 @@ def _last_layer(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
-    """Run a policy's plan on a virtual clock, which advances by the times of the cost model `cost`.
+    """Run a plan by its policy on a virtual clock, which advances by the times of the cost model `cost`.
 
     When a task ends on this clock, `device` does the task's real work.
     """
@@ -230,7 +230,7 @@ class _TimedDevice(TorchDevice):
         return value
 
     def summary(self, layers: int) -> dict[Phase, list[Rehearsed]]:
-        """Sum up the recorded times by phase, extrapolated from one layer to a model with `layers` layers."""
+        """Estimate times for `layers` layers: by verb and lane, the number of tasks * the median time of one."""
         by_phase: dict[Phase, list[Rehearsed]] = {"prefill": [], "decode": []}
         for (phase, lane, verb), times in self._seconds.items():
             count = len(times) * (layers if times[0][2] else 1)
@@ -254,7 +254,7 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
 
 def _largest_micro_batch(batch: Batch) -> Batch:
-    """Make a batch of several copies (REPEATS) of the micro-batch with the most prompt tokens.
+    """Make a batch of four copies (REPEATS) of the micro-batch with the most prompt tokens.
 
     If this micro-batch has more tokens than the largest chunk of prefill, all prompts are shortened in proportion.
     """

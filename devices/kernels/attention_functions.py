@@ -44,7 +44,8 @@ def attention(
         q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
         views: the keys and values of all sequences, in groups of sequences of one length.
         window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
-        fused: True if torch has a kernel that stores no scores; otherwise few queries are computed at a time.
+        fused: True if torch has a kernel for this device that stores no scores. If False, queries are computed in
+            pieces, so that their scores take little memory.
         sinks_H: the score of each head's attention sink, as in `sinks.py`; None without sinks.
         scale: factor on the scores; None for 1 / sqrt(d).
 

@@ -37,8 +37,8 @@ class Binder:
     def bound(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound:
         """Return the function that computes an operation with these weights on the accelerator, for `memory.rows` rows.
 
-        A bound kernel is kept for later calls. If the kernel has `uses_memory`, `memory` keeps it, but only if
-        `memory.kept` is True. If the kernel has no `uses_memory`, the weights keep it.
+        The weights keep the bound kernel for later calls. `memory` keeps it instead if the kernel has `uses_memory`;
+        without `memory.kept`, such a kernel is bound anew at each call.
         """
         return (
             memory.bound((operation, weights.number))

@@ -1,4 +1,4 @@
-"""The conformance suite of kernels: checks shapes, independence of other rows and row blocks, and accuracy."""
+"""The conformance suite of kernels: checks shapes, accuracy, and that bits depend on no other rows or row blocks."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def check_kernel(
     """Check a kernel's results on small random data; returns the number of cases that the kernel took.
 
     Args:
-        row: the kernel's class, or its name, such as `file.py:Class`.
-        numbers: the numbers of rows of inputs to try.
+        row: the class of the kernel (a row of the kernel table), or its name, such as `file.py:Class`.
+        numbers: the numbers of input rows to try.
         instruction_set: instruction set of the native kernels; None for the widest of this processor.
         formats: names of quantised storage formats of weights to try beside plain ones.
 

@@ -100,8 +100,9 @@ def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
 
 
 def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
-    """Compute the input of an expert's matrix down from the products with gate and up: activation(gate) * up, (n, I).
+    """Compute the input of an expert's `down` from its products with `gate` and `up`: activation(gate) * up, (n, I).
 
+    An activation with a limit clamps both products, and uses up + 1 instead of up.
     The result overwrites `gate_nI`; `up_nI` may be overwritten, too.
     """
     limit = activation.limit

@@ -5,13 +5,13 @@ Queries, keys and values are in `qkv_functions.py`, attention in `attention_func
 
 The letters at the end of a tensor's name are its dimensions: T tokens of all sequences together, D hidden size, H
 heads, K key-value heads, G heads that share one key-value head, d head size, S sequences, L tokens in the cache, E
-experts, k experts per token, n rows of experts, I inner size of an expert, V vocabulary, N outputs of a matrix, X
-anything else.
+experts, k experts per token, n rows of experts' inputs or outputs, I inner size of an expert, V vocabulary, N outputs
+of a matrix, X anything else.
 
 A weight matrix W (N, D) comes as row blocks (some of N, D), top to bottom, as a page may hold only some of its rows. If
-the files hold the transpose of W, it comes as column blocks (N, some of D) instead, left to right, whose columns are
-contiguous. A block may be packed (see `packed_weights.py`). Hidden states have the weights' dtype; operations that
-decide accuracy (norms, rotation, softmax, routing, the sum over experts) are computed in float32.
+the files hold the transpose of W, W comes as column blocks (N, some of D) instead, left to right. Each column of such a
+block is contiguous. A block may be packed (see `packed_weights.py`). Hidden states have the weights' dtype; operations
+that decide accuracy (norms, rotation, softmax, routing, the sum over experts) are computed in float32.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
 
 
 def tiles_of(x_TD: Tensor) -> list[slice]:
-    """Return ranges of the tokens for a caller to compute in turn, to bound temporary memory; one range on a GPU."""
+    """Return ranges of tokens to compute one after the other, so that little temporary memory is used; one on a GPU."""
     tokens = max(1, len(x_TD))
     size = TOKEN_TILE if x_TD.device.type == "cpu" else tokens
     return [slice(start, start + size) for start in range(0, tokens, size)]
@@ -97,7 +97,7 @@ def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor)
 def lm_head(
     hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float, norm_kind: NormKind = "rms"
 ) -> Tensor:
-    """Apply the last norm and the LM head to hidden states; returns logits (T, V), float32, for each next token."""
+    """Apply the last norm and the LM head to hidden states; returns the next tokens' logits (T, V), float32."""
     return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()
 
 

@@ -1,4 +1,4 @@
-"""Limits of torch's attention on GPUs: which heads have a fused kernel, and the size of pieces for the others."""
+"""Limits of torch's attention on GPUs: which heads have a fused kernel, and how many queries others take at a time."""
 
 from __future__ import annotations
 

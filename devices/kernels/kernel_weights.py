@@ -29,8 +29,9 @@ class KernelWeights(dict[str, list[T]]):
 
     Attributes:
         layer: the description of the layer that the tensors belong to; None for tensors outside the layers.
-        number: a unique number of this object, for the keys under which a `Workspace` keeps bound kernels.
-        bounds: bound kernels that write to no memory of a micro-batch, by operation and number of rows.
+        number: a number that no other such object has. A `Workspace` keeps bound kernels by operation and this number.
+        bounds: the bound kernels without `uses_memory`, by operation and number of rows; those for the operation
+            "expert" by the kernel's name.
         refused: pairs of operation and number of rows for which there is no kernel.
     """
 
@@ -46,7 +47,7 @@ class KernelWeights(dict[str, list[T]]):
     def keep(self, operation: str, rows: int, bound: Bound) -> Bound:
         """Keep a bound kernel for this operation and number of rows, and return it.
 
-        If very many bound kernels are kept already, all of them are dropped first.
+        If MOST_BOUND (1024) bound kernels are kept already, all of them are dropped first.
         """
         if len(self.bounds) >= MOST_BOUND:
             self.bounds.clear()

@@ -58,7 +58,7 @@ class Weights(KernelWeights[Any]):
         return self._part(prefix, {part: name for part, name in names.items() if name in self})
 
     def matrix(self, name: str) -> Weights:
-        """Return weights with only the matrix `name`, renamed to "matrix", as the operation product expects."""
+        """Return weights with only the matrix `name`, renamed to "matrix": the weights of the operation "product"."""
         return self._part(name, {"matrix": name})
 
     def _part(self, key: str, names: Mapping[str, str]) -> Weights:
@@ -68,7 +68,7 @@ class Weights(KernelWeights[Any]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """Return a copy of a C struct: arguments of a native call that are the same in all calls with these weights.
+        """Return a copy of the C struct from `prepare`: arguments that all native calls with these weights share.
 
         Args:
             kind: class of the struct.

@@ -1,7 +1,7 @@
 """Element-wise functions on MLX arrays, each compiled to one kernel where there is Metal.
 
-A GPU takes longer to start most of these operations than to run them, so joined operations are faster. On a processor
-MLX needs a C++ compiler to join operations, so there each operation runs as a kernel of its own.
+A GPU takes longer to start most of these operations than to run them, so joined operations are faster. On a CPU, MLX
+needs a C++ compiler to join operations, so there each operation runs as a kernel of its own.
 """
 
 from __future__ import annotations

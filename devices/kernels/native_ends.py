@@ -70,7 +70,7 @@ def _embed(
 
 
 class NativeLogits(NativeKernel):
-    """Computes the logits of some rows into new memory at each call."""
+    """Computes the logits of the rows of hidden states that a call asks for, into new memory at each call."""
 
     operation = "logits"
 
@@ -85,7 +85,7 @@ def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequenc
 
 
 class NativeGreedy(NativeMemoryKernel):
-    """Computes the logits and the likeliest token of some rows.
+    """Computes the logits and the likeliest token of each row of hidden states that a call asks for.
 
     A call with the same row indices as the call before overwrites the results of that call.
     """

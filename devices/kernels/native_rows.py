@@ -119,9 +119,9 @@ class NativeMoELayer(NativeMemoryKernel):
     def refusal(self, case: Case) -> str:
         """Return the reason why this kernel refuses a case; empty if it takes the case.
 
-        Refused are all that `NativeKernel` refuses, and experts that C cannot run (see `unknown_experts`). Matrices
-        stored transposed are refused with more than 16 rows, and for experts whose activation has no limit. A shared
-        expert is refused unless the layer's experts have three matrices, SiLU and no biases.
+        Refused are all that `NativeKernel` refuses, and experts that C cannot run (see `unknown_experts`). If matrices
+        are stored transposed, more than 16 rows and activations without a limit are refused. If the layer has a shared
+        expert, all but experts of three matrices with SiLU and no biases are refused.
         """
         network = case.network
         if COLUMNS in case.formats:

@@ -3,7 +3,7 @@
 Each function here defines an operator and computes it on the host's tensors in plain torch, with sums in float64: the
 reference for GPU kernels. A kernel for GPUs registers itself for the same operator (`triton_launches.py`).
 
-The letters in names of tensors are their dimensions, as in `functions.py`. In addition, N is slots of a KV cache, P is
+The letters in names of tensors are their dimensions, as in `functions.py`. In addition, N is tokens in a KV cache, P is
 parts of a sequence, and h is half of a head. An operator gets a matrix twice: as the list of its row blocks, and as a
 table for GPU kernels, (matrices, blocks, 2), int64, with the first row and the address of each block. In a stack, which
 has one matrix for each expert, a matrix with fewer blocks than the others repeats its last block.
@@ -105,7 +105,7 @@ def attention_inputs(
         head_norms: weights of the norms of query heads and of key heads; empty if the layer has none.
         interleaved: True if rows 2i and 2i + 1 of a head's matrix make a rotated pair, False for rows i and i + d/2. In
             q and k the pair is at i and i + d/2 in both cases.
-        clip: numbers are limited to -clip .. clip before rotation; None for no limit.
+        clip: queries, keys and values are limited to -clip .. clip before rotation; None for no limit.
     """
     x_TX = _product(x_TD, torch.cat(blocks))
     out = q_THd, k_TKd, v_TKd
@@ -338,7 +338,7 @@ def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:
 def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
     """Yield the matrices of a stack, each joined from its row blocks and cut to its first `rows` rows.
 
-    table: (matrices, blocks, 2); its second size is the number of blocks of each matrix.
+    table: (matrices, blocks, 2); only the number of blocks of each matrix is read from this shape.
     """
     count = table.shape[1]
     for start in range(0, len(blocks), count):
@@ -352,7 +352,7 @@ def _rows(starts_E: Tensor) -> Iterator[slice]:
 
 
 def _slots(table: Tensor, sequences: int, block: int) -> Iterator[Tensor]:
-    """Yield each sequence's slots in the KV cache, one for each token, int64; table, block: as for `attend`."""
+    """Yield the indices, in the KV cache, of each sequence's tokens, int64; table, block: as for `attend`."""
     lengths, places = table[: 2 * sequences].view(2, -1).tolist()
     for length, place in zip(lengths, places, strict=True):
         first = 2 * sequences + place

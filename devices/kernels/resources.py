@@ -52,8 +52,8 @@ class Resources:
         upload: function that copies numbers to an int64 tensor on the accelerator.
         captured: function that wraps a bound kernel so that a GPU replays its calls as a graph, where the device can do
             that.
-        use_cores_for: function that sets torch's number of cores for a product, given the product's numbers of rows
-            and of weights.
+        use_cores_for: function that sets torch's number of cores for a product, given the number of rows and the number
+            of entries of the matrix.
         team: divides independent products among the cores; None if products run one after the other, each on all cores.
         threads: the native kernels; None if the library is not installed or not wanted.
         fused_attention: True if the accelerator has a kernel for attention that stores no scores.

@@ -92,7 +92,7 @@ def _weights(
 ) -> tuple[Weights, Exact]:
     """Make random weights of the given shapes, by name; returns them and their values in float64, both by name.
 
-    The results of the last eight calls are kept and returned again.
+    The results for the last eight sets of arguments are kept, and returned again for equal arguments.
     """
     return _made(config, dtype, cut, tuple(shapes.items()))
 

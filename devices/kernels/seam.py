@@ -52,8 +52,8 @@ class Operation(NamedTuple):
     """An operation of a model, such as attention or a product with a matrix.
 
     Attributes:
-        matrices: names of the weights whose storage formats decide which kernel takes the operation; empty for all
-            weights of the layer.
+        matrices: names of the weights whose storage formats decide which kernel takes the operation. If empty, all
+            weights except norms decide; for attention and `combine`, no weights.
         call: the arguments and results of a bound kernel's function, in words. `functions.py` explains the letters of
             shapes.
         weights: the names and shapes of the weights that `bind` gets, in words; "" if it gets none.

@@ -1,7 +1,8 @@
 """Attention with sinks, as in gpt-oss: each head has a learned score, the sink, that belongs to no token.
 
-The softmax over a query's scores includes the sink's score, so the sink takes a share of the weights; it has no value.
-torch's own attention has no sinks. Source: Xiao et al. 2023, arXiv 2309.17453, where the first tokens are the sinks.
+The softmax over a query's scores includes the sink's score, so the sink takes a share of the weights; it has no value
+vector. torch's own attention has no sinks. Source: Xiao et al. 2023, arXiv 2309.17453, where the first tokens are the
+sinks.
 """
 
 from __future__ import annotations

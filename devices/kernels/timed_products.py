@@ -25,9 +25,9 @@ PRODUCT = Shape(2048, 1024)
 class TimedProducts:
     """Multiplies as the torch device does on the CPU: few rows by the native kernels, more rows by torch.
 
-    Each method `of_...` takes matrices of one shape, and returns a function that takes a number of rows. The result of
-    this function is a function without arguments, which computes one product of the rows with one of the matrices. The
-    matrices take turns, so that the cache does not hold them.
+    Each method `of_...` takes matrices of one shape, and returns a function `prepare(rows)`. Its result, `multiply()`,
+    computes one product of `rows` rows with one of the matrices. The matrices take turns, so that the cache does not
+    hold them.
 
     Args:
         threads: number of threads.
@@ -49,7 +49,7 @@ class TimedProducts:
     def of_rows(self, matrices: list[torch.Tensor], *, packed: bool) -> Callable[[int], Call]:
         """Return the function for products with matrices (N, D) that are stored row by row.
 
-        packed: True if torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
+        packed: True if torch multiplies by packed copies of the matrices; native kernels always take plain ones.
         """
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         plain = cycle([[matrix] for matrix in matrices])

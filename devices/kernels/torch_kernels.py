@@ -55,13 +55,14 @@ class TorchKernels(Binder):
         cores: number of cores for kernels on the CPU.
         pin: whether each thread of the native kernels is pinned to a core.
         free_cores: number of cores kept free of these threads.
-        use_cores_for: function that sets torch's number of cores for a product, given the product's numbers of rows
-            and of weights.
+        use_cores_for: function that sets torch's number of cores for a product, given the number of rows and the number
+            of entries of the matrix.
 
     Attributes:
         table: the kernel table; empty until `start`.
         threads: the native kernels; None until `start`, and if torch computes everything.
-        front: classes of this device's own kernels, which go before the kernels for every device.
+        front: classes of kernels for this device only. In the table they come after third-party kernels and before all
+            others.
         team: divides experts and blocks of the LM head among the cores; None if products run one after the other, each
             on all cores.
         fused_attention: True if the accelerator has a kernel for attention that stores no scores.

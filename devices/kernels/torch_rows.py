@@ -187,7 +187,7 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> RouterOutput:
-    """Normalise hidden states, and give each token the layer's only expert, with weight 1; none in a layer without one.
+    """Normalise hidden states; each token gets the layer's only expert, with weight 1, or none if the layer has none.
 
     experts: number of experts of the layer: 0 or 1.
     """
@@ -286,7 +286,7 @@ def _multiply_block(x_TD: Tensor, product: Bound, into: dict[int, Tensor], numbe
 
 
 class TorchGreedy(TorchKernel):
-    """Computes the logits of some rows and finds the likeliest token of each row on the GPU."""
+    """Computes, on the GPU, the logits and the likeliest token of each row of hidden states that a call asks for."""
 
     operation = "greedy"
     takes = "everything on GPUs"

@@ -377,8 +377,10 @@ def _programs(tile: Tile, rows: int, outputs: int) -> int:
 def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, int, dict[str, Any]]:
     """Choose the tile for a product of all experts' rows; returns it, the number of tiles, and the launch's arguments.
 
-    The host does not know the number of rows of each expert, so the tile has room for twice the mean number, and the
-    number of tiles is the largest that the rows can need.
+    The host does not know the number of rows of each expert. So the tile has room for twice the mean number, and the
+    number of tiles is enough for any division of the rows among the experts.
+
+    product: name of the product, a key of `TILES`.
     """
     rows, count = len(inner_nI), len(starts_E) - 1
     tile = tile_for(product, min(rows, -(-2 * rows // count)), inner_nI.dtype)
@@ -388,6 +390,9 @@ def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, in
 
 
 def _heads(heads: int, head_dim: int, split: int) -> dict[str, Any]:
-    """Return compile-time arguments for kernels of decode attention: numbers of heads, head sizes, tokens in a part."""
+    """Return the compile-time arguments that the kernels of decode attention have in common.
+
+    split: number of tokens in a part of a sequence.
+    """
     tile = triton.next_power_of_2(max(head_dim, 16))
     return {"HEADS": heads, "HEAD": head_dim, "HEAD_TILE": tile, "SPLIT": split}

@@ -1,4 +1,4 @@
-"""The kernels of the kernel table that call the operators of `operators.py`, which Triton computes on GPUs.
+"""The kernels of the kernel table that compute with Triton on GPUs, by calling the operators of `operators.py`.
 
 Results stay in the memory of the micro-batch, where later layers and steps overwrite them.
 """
@@ -68,7 +68,7 @@ class TritonEmbed(TritonKernel):
 
         @lru_cache(maxsize=1)
         def places(*lengths: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            """Return an int64 GPU tensor for all integers of a step, and its consecutive parts of these lengths."""
+            """Return an int64 GPU tensor for a step's integers, and the tensor's consecutive parts of these lengths."""
             numbers = self._result(memory, "numbers", sum(lengths), dtype=torch.int64)
             return numbers, numbers.split(lengths)
 
@@ -180,7 +180,7 @@ class TritonCombine(TritonKernel):
 class TritonMoELayer(TritonKernel):
     """Computes all that follows attention in a layer in six launches, without waiting for the router's choices.
 
-    With many tokens, the experts run on one part of the tokens after the other, which bounds the memory.
+    Many tokens are split into parts; the experts run on one part after the other, which bounds the memory.
     """
 
     operation = "moe_layer"
@@ -261,7 +261,7 @@ class TritonMoELayer(TritonKernel):
 
 
 class TritonObservedLayer(TritonMoELayer):
-    """Computes all that follows attention in a layer for few tokens, and returns the activations silu(gate x), too."""
+    """Computes what `TritonMoELayer` does, for up to `KEPT_ROWS` tokens in one part, and returns silu(gate x), too."""
 
     operation = "observed_moe_layer"
 
@@ -343,8 +343,9 @@ def _top_k(case: Case) -> int:
 
 
 def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
-    """Return a step's arrays of integers, with zeros appended to `table` so that its length is a power of two.
+    """Append zeros to a step's block table, so that its length is a power of two; returns all arrays of the step.
 
-    So the integers keep their places in a GPU tensor while sequences grow, and a graph that reads them can be replayed.
+    While sequences grow, this length seldom changes. So the arrays keep their places in a GPU tensor, and a graph that
+    reads them can be replayed.
     """
     return [table + array("q", [0]) * (power_of_two(len(table)) - len(table)), *others]

@@ -63,7 +63,7 @@ fastest tiles of a GPU.
 def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
     """Return the tile for a product with this number of rows: the smallest that holds them, or else the largest tile.
 
-    Float32 has no tensor cores and twice the bytes, so its tiles have at most 32 rows, and half the inputs.
+    Tiles for float32 have at most 32 rows, and half as many inputs: it has no tensor cores, and twice the bytes.
 
     product: name of the product, a key of `TILES`.
     """

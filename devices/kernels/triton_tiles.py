@@ -1,11 +1,11 @@
 """Triton functions for norms and products of tiles, in which every sum has a fixed order.
 
-A tile of a product is (some rows of a matrix, some rows of x). Each of its elements is a sum over the inputs in their
-order, for any size of tile: a row's bits depend neither on other rows nor on the cut of a matrix into pages.
+A tile of a product has the outputs of some rows of a matrix for some rows of x. Each output is a sum over the inputs in
+their order, for any size of tile: a row's bits depend neither on other rows nor on the cut of a matrix into pages.
 `functions.py` explains the letters of shapes. All tensors are contiguous.
 
-A matrix may be in several row blocks; a table of int64 has the first row and the address of each block. A tile has one
-address in a block, and its rows have 32-bit offsets from that address; a tile in two blocks is read in two passes.
+A matrix may be in several row blocks; a table of int64 has the first row and the address of each block. The rows of a
+tile are read at 32-bit offsets from one address. A tile with rows in several blocks is read in one pass per block.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def tile_of(program, row_tiles, output_tiles):
 
 @triton.jit
 def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Return the group of a tile of rows, the tile's first row, and the group's end; zeros beyond the last group.
+    """Return the group that contains tile number `tile`, the tile's first row, and the end of the group's rows.
 
-    A group is the rows of an expert or of a sequence. `starts` has the first row of each group, and then the number of
-    rows.
+    A group is the rows of an expert or of a sequence. All three values are 0 if there is no such tile. `starts`
+    has the first row of each group, and then the number of rows.
     """
     g = tl.arange(0, GROUPS)
     first = tl.load(starts + g, g < groups, 0).to(tl.int32)
@@ -74,7 +74,10 @@ def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """Return a row's mean and 1 / its standard deviation; without LAYER, 0 and 1 / its root mean square."""
+    """Return the mean that a norm subtracts from a row, and the factor that it then multiplies by.
+
+    LAYER: True for a layer norm; False for an RMS norm, whose mean is 0.
+    """
     d = tl.arange(0, WIDTH)
     x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     mean = tl.sum(x, 0) / width if LAYER else 0.0

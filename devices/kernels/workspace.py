@@ -53,7 +53,7 @@ class Workspace:
         scratch: memory for intermediate results.
         bound: function that takes a key, and returns the bound kernel that is kept under this key, or None.
         decodes: True in a decode step.
-        step: the record that a device keeps of the step's calls, such as a graph of them; None without one.
+        step: a device's record of the calls of decode steps, by which it repeats them; None without one.
     """
 
     def __init__(self, rows: int, scratch: Scratch | None = None, **tensors: torch.Tensor) -> None:

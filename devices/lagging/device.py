@@ -88,8 +88,8 @@ class LaggingDevice(TorchDevice):
     Args:
         gpu: the imitated GPUs; None makes one GPU with seed 0. Devices for several ranks get the same object.
         kernel: the kernels on the host: "auto", "torch", or the name of an instruction set.
-        triton: whether operators that launch Triton kernels on CUDA are tried before other kernels. Here these
-            operators run reference code in torch instead.
+        triton: whether kernels of the kernel table that launch Triton on CUDA are tried before others. Here, reference
+            code in torch takes the place of Triton.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class LaggingDevice(TorchDevice):
         CudaDevice.check_machine(machine)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Make this device one of several ranks or nodes that run a model together.
+        """Make this device one of several ranks of a tensor-parallel model, or one of several nodes.
 
-        Each rank of a tensor-parallel model has the imitated GPU of its own number; all nodes use the first GPU.
+        Rank r uses the imitated GPU with number r; all nodes use the first GPU.
 
         Args:
-            rank: this device's number, from 0.
+            rank: number of this rank or node, from 0.
             transport: carries exchanges between the devices.
-            first: the device of rank 0 if it is in this process, otherwise this device.
+            first: the device with number 0 if it is in this process, otherwise this device.
         """
         super().join(rank, transport, first)
         if self.layout.config.ranks > 1:
@@ -155,7 +155,7 @@ class LaggingDevice(TorchDevice):
 
 
 def _stay_on_gpu() -> None:
-    """Let the calling thread make tensors on the imitated GPU until the thread ends."""
+    """Keep the calling thread in `OnGpu` until it ends, so that it can make tensors on the imitated GPU."""
     mode: Any = OnGpu()  # torch gives its contexts no types
     mode.__enter__()
 
@@ -169,7 +169,7 @@ def _on_gpu(verb: Verb) -> Verb:
 
 
 def _install(operations: Operations, free: int) -> None:
-    """Register the imitated GPUs with torch as a device type, which gets a module with the functions of `torch.cuda`.
+    """Register the imitated GPUs with torch as a device type, whose module imitates functions of `torch.cuda`.
 
     Args:
         operations: carries out torch's calls on the GPUs' tensors.

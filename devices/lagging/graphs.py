@@ -1,9 +1,9 @@
 """Imitated CUDA graphs: a stream records its work instead of running it; each replay queues the recorded work again.
 
 A graph knows addresses, not tensors: a replay reads and writes the memory of the captured calls, whatever that memory
-contains by then. As with CUDA, some calls are refused while a stream captures, and break the capture: waits of the
-host, allocations on another stream that take memory from the system, and events between two streams of which only one
-captures.
+contains by then. As with CUDA, some calls are refused while a stream captures, and break the capture. Among them are
+waits of the host, queries of events, waits for events between the capture and other streams, and, on other streams,
+allocations that need more memory from the system.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GraphPool:
 
     @property
     def is_live(self) -> bool:
-        """True while a graph uses the pool, which keeps torch from freeing its memory."""
+        """True while a graph uses the pool; torch does not free the pool's memory meanwhile."""
         return len(self._graphs) > 0
 
 

@@ -31,8 +31,8 @@ class Block:
     Attributes:
         raw: the block's memory as a uint8 tensor of the CPU.
         nbytes: bytes that were requested for the block.
-        stream: the stream that allocated the block. Once the block is freed, this stream's later allocations may reuse
-            its memory; if there is a `pool`, allocations from that pool may.
+        stream: the stream that allocated the block. Once the block is freed, later allocations may reuse its memory:
+            those from the `pool`, or those of this stream if there is no pool.
         pool: the memory pool of graphs that the block was taken from; None if the allocating call was not captured.
         inferring: whether the allocating call was made in torch's inference mode.
     """
@@ -64,9 +64,10 @@ class GpuMemory:
 
     Attributes:
         allocations: number of blocks that were allocated so far.
-        wanted, most_wanted: bytes that were requested for all blocks in use, now and at most so far.
-        taken, most_taken: bytes that all blocks in use take, as sizes are rounded up, now and at most so far.
-        most_reserved: most bytes so far of all segments, from which blocks are cut.
+        wanted, most_wanted: bytes that were requested for all blocks in use; now, and the largest number so far.
+        taken, most_taken: bytes that all blocks in use take after rounding up; now, and the largest number since
+            `reset_peak`.
+        most_reserved: largest number of bytes so far of all segments; blocks are cut from segments.
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None = None) -> None:

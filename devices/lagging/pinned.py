@@ -32,7 +32,7 @@ class PinnedMemory:
     Attributes:
         registered: bytes of each piece of memory that `cudaHostRegister` locked, by the piece's address.
         most_registered: the largest number of bytes that may be registered; None for no limit.
-        refuses_files: the CUDA error number that registering mapped files gives; 0 if that succeeds.
+        refuses_files: CUDA's error number for attempts to register read-only memory (mapped files); 0 to allow them.
         faults: descriptions of wrong uses of locked memory, after which a real GPU might copy wrong bytes, or fail.
         allocations: number of allocations of locked memory so far, registrations included.
     """

@@ -30,7 +30,7 @@ class Piece:
     Attributes:
         memory: the bytes of the whole segment.
         start, nbytes: first byte in the segment, and number of bytes.
-        pool: the segment's owner (a stream or a memory pool of graphs), and whether it is for small blocks.
+        pool: the segment's owner (a stream or a memory pool of graphs), and whether the segment is for small blocks.
         before, behind: the adjacent pieces in the segment; None at the segment's ends.
     """
 

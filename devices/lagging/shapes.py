@@ -70,8 +70,8 @@ class Shapes:
         Args:
             func: the function, such as `torch.add`.
             args, kwargs: the arguments; in place of each GPU tensor, its CPU tensor `values_now`.
-            key: calls of a function with equal keys have results of equal shapes; not hashable if shapes may depend on
-                values.
+            key: a function's calls with equal keys have results of equal shapes. If shapes may depend on values, the
+                key is not hashable, and the shapes are not remembered.
             operands: the GPU tensors among the arguments.
         """
         try:
@@ -130,7 +130,7 @@ def _zeros(like: Operand, memory: dict[Block, torch.Tensor]) -> torch.Tensor:
 def _result(tensor: torch.Tensor, of_storages: Mapping[int, int]) -> Result:
     """Describe a tensor that a call on zeros returned.
 
-    of_storages: indices of the call's GPU tensors, by the storage of the zeros that took their place.
+    of_storages: indices of the call's GPU tensors, by the address of the storage of the zeros in their place.
     """
     form = Form.of(tensor, int(tensor.storage_offset()))
     return Result(form, tensor.untyped_storage().nbytes(), of_storages.get(_storage(tensor), -1))

@@ -124,7 +124,7 @@ class LaggingEvent:
         recorded: number of the last recording that was enqueued.
         happened: number of the last recording that has happened.
         blocking: whether a thread that waits for the event leaves its core to other threads.
-        capture: the capture that the last recording is in; None if that recording is in a stream's queue.
+        capture: the capture that the event was last recorded in; None if that recording was outside of captures.
     """
 
     def __init__(self, gpu: Gpu, *, enable_timing: bool = False, blocking: bool = False) -> None:
@@ -335,7 +335,7 @@ class Gpu:
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run all ready work of some streams, and let the others lag; each runs with its probability `eagerness`."""
+        """Run the ready work of some streams, and let the others lag; each stream runs with probability `eagerness`."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -54,8 +54,8 @@ class MlxDevice:
     the next value that the host needs. This device has no beam search, and does not report activations to observers.
 
     Args:
-        keep_logits: whether to append the requests and the logits (sequences, vocabulary) of each step of a micro-batch
-            to `logits`.
+        keep_logits: whether to append (requests, logits) of each step of a micro-batch to the device's list `logits`;
+            logits are (sequences, vocabulary).
         direct: whether to bypass the page cache when reading files, where the system allows that.
         evaluate: "needed" evaluates arrays where the host needs a value; "task" evaluates at the end of every task, so
             that a trace shows each task's own time.
@@ -99,7 +99,8 @@ class MlxDevice:
         """Check that batches which were planned for a machine can run on this one.
 
         Raises:
-            BadInput: the planned machine's accelerator has a memory of its own, or the profile is of other hardware.
+            BadInput: that machine's accelerator has a memory of its own, or the machine is a built-in profile and Metal
+                is not available here.
         """
         require_unified(machine)
 
@@ -192,7 +193,7 @@ class MlxDevice:
     def stand_by(self) -> int:
         """Read one element of every array of weights, so that Metal keeps the arrays wired between batches.
 
-        One element is enough, since the driver wires whole arrays. Returns the number of arrays.
+        One element is enough, since Metal's driver wires whole arrays. Returns the number of arrays.
         """
         return self._thread.call(self._weights.touch)
 

@@ -106,7 +106,7 @@ def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
 
     Args:
         count: number of rows.
-        index: the expert's index in its stack.
+        index: the expert's index in the stack of experts that the kernel gets.
         many: whether the micro-batch has at least `MANY_ROWS` (64) rows.
     """
     return Rows(_alike(count, index), [0] * index + [count], many)

@@ -49,8 +49,8 @@ class MlxExperts:
 
         Args:
             routed: the router's result for the micro-batch's tokens.
-            read: function that returns the task's value, which is the number of rows of each expert that has any. It
-                gets numpy arrays: the experts of each token, and then `arrays`.
+            read: function that returns the task's value: a mapping from each expert with rows to their number. It gets
+                numpy arrays: the experts of each token, and then `arrays`.
             arrays: further results of the router, such as its scores.
         """
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)

@@ -27,9 +27,8 @@ class KVStep(NamedTuple):
         requests: the requests' numbers; the tuples below have an entry for each request, in this order.
         past: number of tokens that the request had before the step.
         new: number of tokens that the step adds.
-        before: position, in the request, of the first token that the cache has before the step; it is in the request's
-            first slot.
-        starts: position of the first token that the cache has after the step.
+        before: position in the request of the first token that is cached before the step, in the request's first slot.
+        starts: position in the request of the first token that is cached after the step.
         in_place: True if attention can read the cache after the new tokens are stored; False if storing them overwrites
             tokens that other new tokens attend to.
         positions: position in its request of each new token, int64.
@@ -171,7 +170,7 @@ class RequestsKV:
     def _joined(self, array_NKd: Array, step: KVStep, fresh_TKd: Array) -> list[Array]:
         """Join for each request the cached and the new keys (or values) that the request's new tokens attend to.
 
-        The last of them, from position `step.starts` of the request on, are also written to the request's slots.
+        The keys (or values) from position `step.starts` of the request on are then written to the request's slots.
 
         Args:
             array_NKd: the keys or the values of a layer, by slot; some of them are overwritten.
@@ -246,7 +245,7 @@ class CachedLayer(NamedTuple):
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:
-    """Convert consecutive slots to a slice, since a write to a slice takes fewer kernels, and others to an array."""
+    """Convert slots to a slice if they are consecutive, else to an array; a write to a slice takes fewer kernels."""
     if np.all(np.diff(slots) == 1):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return mx.array(slots)

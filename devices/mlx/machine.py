@@ -21,14 +21,14 @@ LEAST_ROOM, ROOM_SHARE = 4_000_000_000, 0.05
 
 
 def with_metal(host: Machine) -> Machine:
-    """Return the machine `host`, on Apple silicon with its GPU added, elsewhere unchanged."""
+    """Return the machine `host`: with its GPU added where Metal is available, unchanged elsewhere."""
     if not mx.metal.is_available():
         return host
     return with_gpu(host, str(mx.device_info()["device_name"]), recommended_bytes())
 
 
 def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
-    """Return a machine's profile with a GPU added that computes from the host's memory, with assumed rates.
+    """Return a machine's profile with a GPU added, which uses the host's memory; its FLOP/s are assumed.
 
     Args:
         gpu: name of the GPU.
@@ -51,8 +51,8 @@ def require_unified(machine: Machine) -> None:
     """Check that a batch planned for a machine can run on MLX here.
 
     Raises:
-        BadInput: the machine's accelerator has a memory of its own, or the machine is a shipped profile and there is no
-            Metal here.
+        BadInput: the machine's accelerator has a memory of its own, or the machine is a built-in profile (of
+            `machine_names`) and Metal is not available here.
     """
     if not machine.unified:
         raise BadInput(

@@ -40,7 +40,7 @@ class ContiguousSlots:
         return self._ranges[request]
 
     def open(self, request: int, slots: int) -> list[Moved]:
-        """Give a request a range of slots; if no gap is wide enough, the other requests are first moved together.
+        """Give a request a range of slots; if no gap is wide enough, other requests are first moved to close the gaps.
 
         Args:
             slots: number of slots.

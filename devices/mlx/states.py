@@ -32,8 +32,8 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchSt
 def serving_states(plan: Plan) -> list[MicroBatchState]:
     """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
-    Each state has KV caches of its own. Opening a request may move the other requests of the same cache, so none of
-    these may be in a step. Requests of other micro-batches may be in a step, so they need other caches.
+    Each state has KV caches of its own. Opening a request may move the other requests of its micro-batch in their
+    caches, so none of those may be in a step. Other micro-batches have other caches, so they may be in a step.
     """
     states: list[MicroBatchState] = []
     for requests in plan.batch.micro_batches:

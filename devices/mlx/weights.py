@@ -53,7 +53,7 @@ class MlxWeights:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot, and those of a float32 copy of its router if one is needed."""
+        """Return the bytes that a page takes in a slot, plus those of a float32 copy of its router if one is needed."""
         copied = 0
         for extent in page.extents:
             item = self._reader.format_of(extent.tensor).block_bytes

@@ -25,13 +25,13 @@ class NativeKernels:
     """The kernels of one instruction set, with threads of their own.
 
     The order in which an output is summed in float32 depends only on the instruction set, not on the other rows of the
-    call, the row blocks or the number of threads. Outputs are rounded to bfloat16, and so is the input of an expert's
-    matrix down.
+    call, the row blocks or the number of threads. Outputs are rounded to bfloat16, and so are the activations that an
+    expert multiplies by its matrix "down".
 
     Args:
         most_rows: the largest number of rows for which callers use these kernels.
         instruction_set: None for the best one of this processor.
-        threads: number of threads, the caller included; None for one for each core that this process may use.
+        threads: number of threads, the caller included; by default the number of cores that this process may use.
         pin: True to pin each thread but the caller to a core of its own. The caller is never pinned, as threads that
             torch later starts from it would stay on the same core.
         free_cores: number of cores on which only the caller may run, where the system allows that.
@@ -73,7 +73,7 @@ class NativeKernels:
         return y_TN
 
     def linear_by_columns(self, x_TD: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-        """Multiply rows by W, given as column blocks (N, some of D), each stored transposed: x @ W.T, (T, N)."""
+        """Multiply rows by W: x @ W.T, (T, N); W comes as column blocks (N, some of D) with contiguous columns."""
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), len(blocks[0]))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
@@ -121,7 +121,7 @@ class NativeKernels:
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """Return a function without arguments that calls `function` as `call` does; returns the status for `check`."""
+        """Return a function () -> status that calls `function` as `call` does; the caller must `check` the status."""
         return bound_call(function, self._team, arguments)
 
 

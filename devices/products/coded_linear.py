@@ -3,12 +3,12 @@
 Shapes in names: T rows of x, D inputs in G groups of g, N outputs.
 
 On the CPU, the inputs of a group are rounded to multiples of one unit. The unit is a power of two, chosen so that the
-largest input, as a number of units, has 24 bits. For bfloat16 inputs, which have 8 significant bits, it has 14 bits
-instead. Each input is divided into two pieces of half as many bits. Codes have at most 8 bits and groups at most 32
-weights, so a sum of codes times pieces has at most 24 bits: float32 holds it exactly, in any order of the terms. The
-sums of both pieces are added and multiplied by the scale, and groups are added one after the other. So the bits of an
-output depend only on its row of weights and its inputs, not on the number of rows or cores, on row blocks, or on the
-library that multiplies. The native kernels give the same bits.
+multiple of the group's largest input has 24 bits, or 14 bits for bfloat16 inputs, which have 8 significant bits. Each
+multiple is divided into two pieces of half as many bits. Codes have at most 8 bits and groups at most 32 weights, so a
+sum of codes times pieces has at most 24 bits: float32 holds it exactly, in any order of the terms. The sums of both
+pieces are added and multiplied by the scale, and groups are added one after the other. So the bits of an output depend
+only on its row of weights and its inputs, not on the number of rows or cores, on row blocks, or on the library that
+multiplies. The native kernels give the same bits.
 """
 
 from __future__ import annotations

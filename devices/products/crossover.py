@@ -81,7 +81,7 @@ def _power_of_two(number: int, most: int) -> int:
 def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
     """Return the number of rows up to which the native kernel is preferred to torch; measured once, then cached.
 
-    The result is 0 if the kernel saves no time, and ANY_ROWS if it is preferred up to the largest number in ROWS.
+    The result is 0 if the kernel saves no time, and ANY_ROWS if the limit found is the largest number in ROWS.
 
     Args:
         instruction_set: the instruction set of the kernel.
@@ -167,7 +167,7 @@ def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tup
 
 
 def _matrix(shape: Shape) -> Tensor:
-    """Make a bfloat16 matrix of this shape in huge pages, where a model's weights are, too."""
+    """Make a bfloat16 matrix of this shape in huge pages, as a model's weights are."""
     return aligned_bytes(2 * shape.outputs * shape.inputs).view(torch.bfloat16).view(shape).fill_(0.01)
 
 

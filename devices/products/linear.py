@@ -1,8 +1,8 @@
 """Products with weights in blocks, and experts computed by such products, on any torch device.
 
 A weight matrix W (N outputs, D inputs) comes as row blocks (some of N, D), top to bottom, as a page may hold only some
-of its rows. If the files hold the transpose of W, it comes as column blocks (N, some of D) instead, left to right,
-whose columns are contiguous. A block may be packed (see `packed_weights.py`).
+rows of W. If the files hold the transpose of W, it comes as column blocks (N, some of D) instead, left to right. The
+columns of such a block are contiguous. A block may be packed (see `packed_weights.py`).
 """
 
 from __future__ import annotations

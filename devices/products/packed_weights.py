@@ -1,4 +1,4 @@
-"""Packed weights: matrices that stay in memory, copied once to oneDNN's own layout, with which products are faster.
+"""Packed weights: matrices that stay in memory, after one copy to oneDNN's own layout, which makes products faster.
 
 oneDNN copies a plain matrix to that layout in every product, which for few tokens takes longer than the product itself.
 """

@@ -1,9 +1,10 @@
 """Products on whole tiles of rows, padded with zeros, so that oneDNN meets few shapes of products.
 
 oneDNN generates code for each new number of rows. With bfloat16 instructions, that was measured to take two to three
-milliseconds and half a megabyte each time, and prompts have hundreds of lengths. So rows are padded to whole tiles, and
-more than 256 rows to one of eight numbers between two powers of two, which adds 3 % to the rows on average. In tests
-with whole tiles, a matrix and its row blocks, packed or not, also gave the same bits; with partial tiles they do not.
+milliseconds and half a megabyte each time, and prompts have hundreds of lengths. So rows are padded to whole tiles.
+Above 256 rows, their number is rounded up to one of eight evenly spaced numbers from one power of two to the next,
+which adds 3 % on average. In tests with whole tiles, a matrix and its row blocks, packed or not, also gave the same
+bits; with partial tiles they do not.
 """
 
 from __future__ import annotations

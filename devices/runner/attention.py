@@ -68,7 +68,7 @@ class Attention:
         state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 
     def pre_attention(self, task: Task) -> None:
-        """Normalise and project a micro-batch's hidden states; its state keeps the queries, keys and values."""
+        """Project a micro-batch's normalised hidden states to queries, keys and values, and keep these in its state."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("attention_inputs", weights, state.results)
         state.qkv = project(state.hidden_TD, state.angles)
@@ -88,7 +88,7 @@ class Attention:
         self.drop_attended(task)
 
     def drop_attended(self, task: Task) -> None:
-        """Free the attention output of a task's micro-batch; in decode steps only if `keeps_attended` is False."""
+        """Free the attention output of a task's micro-batch, but keep it in decode steps if `keeps_attended` is set."""
         if not (self._keeps_attended and task.phase == "decode"):
             del self._states[task.micro_batch].attended_TX
 

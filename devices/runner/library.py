@@ -87,7 +87,7 @@ class Experts(Protocol):
         """
 
     def warm_expert(self, task: Task) -> None:
-        """Run one expert on a row of zeros, only to read its weights, so that the system keeps them in memory."""
+        """Run one expert on a row of zeros, only to read its weights: Apple's GPU driver unwires weights left idle."""
 
 
 def with_rows(counts: Sequence[int]) -> dict[int, int]:

@@ -21,8 +21,8 @@ class MicroBatchState:
 
     Attributes:
         requests: numbers of the micro-batch's requests.
-        sequences: numbers of the sequences in the KV cache, in the order of the requests: one for each request, and
-            once beam search has begun one for each beam.
+        sequences: numbers of the sequences in the KV cache, in the order of the requests: one for each request; once
+            beam search has begun, one for each beam.
         new: each sequence's tokens for the next step.
         chunk_of: the state of the micro-batch that this chunk of prefill is part of; None if this state is no chunk.
         before: the chunk that this one continues; None for a first chunk.
@@ -33,8 +33,8 @@ class MicroBatchState:
             or if log probabilities of the prompt are not wanted. Empty if no request wants log probabilities.
         memory: memory for results of the step's kernels; None if the step has many tokens.
         ends_alone: True if logits that are not finite end only their own request; False if they end the run.
-        most_memories: largest number of memories that `take_memory` keeps, each for a different number of tokens in a
-            step. To keep one more, the oldest is dropped.
+        most_memories: largest number of step sizes (in tokens) that `take_memory` keeps memory for. At one size more,
+            the oldest memory is dropped.
         decodes: True if each sequence has one new token in the step, after its prompt.
         caches: the KV caches of the requests, each for some of the layers. A cache has `layers`, the numbers of its
             layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns one layer of the
@@ -124,12 +124,12 @@ class MicroBatchState:
 
     @property
     def step(self) -> Any:
-        """The step in the first KV cache; its `past` and `new` count each sequence's tokens before and in the step."""
+        """The step in the first KV cache: each sequence's numbers of tokens before it (`past`) and in it (`new`)."""
         return self.steps[0]
 
     @property
     def results(self) -> Workspace:
-        """Memory for a kernel's results: that of the step, or if the step has many tokens, new memory at each use."""
+        """Memory for a kernel's results: the step's `memory`; if the step has many tokens, new memory at each use."""
         return self.memory or Workspace(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:

@@ -151,8 +151,8 @@ class MoELayer:
         """Apply a later layer's norm and router, which are in the task's view of pages, to the present hidden states.
 
         Returns:
-            the task's value, in the form that `Library.value` returns: the number of rows of each expert of the later
-            layer that would have any.
+            the task's value, in the form that `Library.value` returns: the number of rows that each expert of the later
+            layer would have, without experts that would have none; with router scores if the plan requests them.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         routed = self._route(state.hidden_TD, weights, Workspace(len(state.hidden_TD)))
@@ -197,8 +197,8 @@ def _read(
     Args:
         experts: number of experts of the layer.
         experts_Tk: the choices: the k experts of each of T tokens.
-        scores_E: the router's score of each expert; None for none. With scores, the result is a `ScoredTokens`, which
-            has them.
+        scores_E: the router's score of each expert; None if scores are not wanted. With scores, the result is a
+            `ScoredTokens`, a mapping that also has the scores.
     """
     report(experts_Tk)
     counts = with_rows(counted(experts_Tk, experts))

@@ -29,7 +29,7 @@ class Beams(Protocol):
     """The interface of the beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
-        """Extend the beams of some requests of a micro-batch by a token; returns the state of each request's search.
+        """Extend the beams of some requests of a micro-batch by a token; returns each of these requests' `Standing`.
 
         Args:
             state: the state of the micro-batch.
@@ -44,8 +44,8 @@ class Choice(NamedTuple):
     Attributes:
         first_request: number of requests in the earlier batches of the run.
         sampling: sampling settings of requests that have none of their own.
-        keep: function that receives the numbers of sequences and their logits (sequences, vocabulary), float32; None to
-            drop the logits.
+        keep: function that receives the ids of sequences and these sequences' logits (sequences, vocabulary), float32;
+            None to drop the logits.
     """
 
     sampling: Sampling
@@ -93,7 +93,7 @@ class NextTokens:
         return self._kernels.bound("logits", self._head, Workspace(len(last)))(state.hidden_TD, last)
 
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
-        """Choose and return each sequence's next token; in beam search, extend beams, and return the searches' states.
+        """Choose each sequence's next token; returns the tokens, or in beam search each search's new `Standing`.
 
         While serving, a request whose logits are not finite gets NO_TOKEN (-1).
 

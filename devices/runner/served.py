@@ -23,7 +23,7 @@ class ServedState(MicroBatchState):
         """The token that was sampled last, by request."""
 
     def begin(self, operands: Rows) -> None:
-        """Begin a step with the rows in `operands`: close departed requests in the KV caches, and open the new ones."""
+        """Begin the step `operands`: close departed requests' sequences in the KV caches, and open new requests'."""
         for request in operands.departed:
             self._sampled.pop(request, None)
             for cache in self.caches:

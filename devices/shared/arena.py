@@ -76,8 +76,8 @@ def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tenso
     """Copy a tensor to a device; the copy has the same strides and, on the CPU, the same offset within a cache line.
 
     The last bits of a float32 product depend on that offset, and these bits must be the same for resident and streamed
-    weights. A large copy is placed in huge pages, from which products read a tenth to a quarter faster. On other
-    devices the copy starts at a multiple of a cache line, as all weights do there.
+    weights. A large copy is placed in huge pages, from which matrix products read a tenth to a quarter faster. On
+    other devices the copy starts at a multiple of a cache line, as all weights do there.
     """
     if device.type != "cpu":
         memory = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)

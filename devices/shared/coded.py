@@ -1,4 +1,4 @@
-"""Row blocks of matrices in a quantised ("coded") storage format: their bytes, and the decoding into numbers."""
+"""Rows of matrices in a quantised ("coded") storage format: their bytes, and the decoding into numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CodedRows:
         return CodedRows(self.raw_NB.to(device), self.format)
 
     def chunk(self, count: int) -> Sequence[CodedRows]:
-        """Cut the rows into at most `count` parts of equal size."""
+        """Cut the rows into at most `count` parts of equal size; the last part may have fewer rows."""
         return [CodedRows(part, self.format) for part in self.raw_NB.chunk(count)]
 
     def split(self, rows: int) -> Sequence[CodedRows]:
@@ -107,12 +107,12 @@ Block = Tensor | CodedRows
 
 
 def rows_of(block: Block) -> Tensor:
-    """Return the rows of weights that a block holds, as a tensor: numbers if they are plain, bytes if quantised."""
+    """Return a block (rows of a matrix) as a tensor: numbers as they are, quantised rows as bytes (uint8)."""
     return block.raw_NB if isinstance(block, CodedRows) else block
 
 
 def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
-    """Return a block's weights: decoded to a dtype if the block is quantised, otherwise the block itself."""
+    """Decode a block (rows of a matrix) to a dtype if it is quantised; otherwise return the block itself."""
     return block.plain(dtype) if isinstance(block, CodedRows) else block
 
 
@@ -144,7 +144,7 @@ def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
 
 @cache
 def _on(device: torch.device, values: tuple[int, ...]) -> Tensor:
-    """Return the values that codes stand for as a float32 table on a device, copied there only once."""
+    """Return a float32 tensor of the values that codes stand for, on a device; it is copied there only once."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

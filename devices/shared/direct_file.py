@@ -43,7 +43,7 @@ class Ways(NamedTuple):
     Attributes:
         preadv: function that reads from a file into buffers, with the arguments of `os.preadv`.
         direct: the flag that opens a file for reads past the page cache; None on macOS.
-        no_cache: function that keeps what is read by a file descriptor out of the page cache; None on Linux.
+        no_cache: function (descriptor) that keeps later reads out of the page cache; None on Linux.
         drop: function (descriptor, offset, nbytes) that drops a range of a file from the page cache; None on macOS.
     """
 
@@ -102,7 +102,8 @@ class DirectFile:
             into: memory to fill; its address and length are multiples of 4096.
             offset: a multiple of 4096.
             needed: number of bytes that must be read; the others may be missing where the file ends.
-            cached: True to take the bytes that are in the page cache from there; it is several times as fast as a disk.
+            cached: True to read from the page cache up to the first block missing there, and the rest from the disk.
+                The page cache is several times as fast as a disk.
 
         Raises:
             MoeschedError: the disk failed, or the file ends early.

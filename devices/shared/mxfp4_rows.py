@@ -39,10 +39,10 @@ def read_joined(
 
     Args:
         files: the open files, by path.
-        stored: the tensor; its place in the files is that of the codes.
+        stored: the tensor, with the place of its codes.
         scales: the place of the scales.
         rows: first row, and the row after the last.
-        out: uint8, 1-D.
+        out: receives the rows, uint8, 1-D: 17 bytes for each group of 32 weights.
         join: function that joins codes and scales.
         cached: True to take from the page cache the bytes that it has.
     """

@@ -53,10 +53,10 @@ class NodeKernels(Protocol):
         """Copy a tensor of the device to the host's memory; called on the thread that exchanges data."""
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to `total_TD`, the sum over all nodes, and round once; the result is the hidden states."""
+        """Add the residual to `total_TD`, the sum over all nodes; the result, rounded once, is the hidden states."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns each chosen expert's number of rows, and the result to send to the other nodes."""
+        """Run the router; returns each chosen expert's number of rows, and the router's result for the other nodes."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """Take over the router's result that the first node sent; returns each chosen expert's number of rows."""

@@ -51,7 +51,7 @@ class PageLocation(NamedTuple):
     view of its dtype can start. The tensors of a converted page are written to their offsets in the weight layout.
 
     Attributes:
-        placements: the place in the slot of each part of a tensor in the page, in the page's order.
+        placements: the places in the slot of the page's parts, in the page's order; a part is some rows of a tensor.
         runs: the reads that fill the slot; empty if the page is converted.
         nbytes: number of bytes of the slot that are filled.
         bytes_to_read: number of bytes to read from the files for the page, in whole blocks.

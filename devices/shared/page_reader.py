@@ -167,7 +167,7 @@ class PageReader:
 
         Args:
             slot: uint8, on the CPU, at an address that is a multiple of 4096.
-            cached: True to take from the page cache the bytes that it has.
+            cached: True to take from the page cache the bytes that it has; not used for a page that must be converted.
 
         Raises:
             MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
@@ -306,7 +306,7 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """Return the size in bytes of the most whole rows of a tensor that fit in CHUNK_BYTES.
+    """Return the size in bytes of as many whole rows of a tensor as fit in CHUNK_BYTES.
 
     This much is read at once if only some columns of the tensor are wanted.
     """
@@ -314,7 +314,7 @@ def _whole_rows(stored: StoredTensor) -> int:
 
 
 def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Return, as a 1-D tensor, the wanted columns of the whole rows `raw` that were read from a file."""
+    """Return the bytes (1-D) of a tensor's columns, given `raw`, the bytes of rows of the matrix that contains it."""
     if stored.columns is None:
         return raw
     first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))

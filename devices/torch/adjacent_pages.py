@@ -29,7 +29,7 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Keep the memory of each expert or dense part whose resident pages are the same as before; free all other.
+        """Keep the memory of each expert or dense part whose resident pages stay the same; free all other memory.
 
         pages: the pages that are resident from now on.
 
@@ -55,7 +55,7 @@ class AdjacentPages:
         return self._slots.get(page.id, elsewhere)
 
     def copied(self, page: Page, staging: Tensor) -> NamedBlocks:
-        """Copy a page to its memory; returns the page's tensors in this memory. Threads may copy different pages.
+        """Copy a page to its memory; returns its tensors there. Several threads may copy different pages at once.
 
         staging: the page's bytes in other memory, in the form that `PageReader.read` leaves them.
         """

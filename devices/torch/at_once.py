@@ -25,7 +25,7 @@ class AtOnce:
         """Do nothing: unlike MLX's, torch's tensors need no evaluation."""
 
     def on_host(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """Return a tensor as an array on the host: a finished copy, or the tensor's own memory if that is there."""
+        """Return a tensor as an array on the host; a GPU's tensor is copied, and this waits for the end of the copy."""
         array: npt.NDArray[Any] = tensor.cpu().numpy()
         return array
 
@@ -75,7 +75,7 @@ class Later:
 
     Args:
         read: a function that makes the value from the copies, and must not keep references to them.
-        read_back: has the host's memory for the copies, and gets it back when the value was read.
+        read_back: gives memory on the host for the copies, and takes it back once the value was read.
         tensors: the task's results on the accelerator.
     """
 

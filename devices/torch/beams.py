@@ -33,7 +33,7 @@ class BeamSearches:
         """Extend the beams of some requests of a micro-batch by one token.
 
         Args:
-            state: the state of the micro-batch, in which this sets the input tokens of the next step.
+            state: the state of the micro-batch; its `new`, the input tokens of the next step, is set.
             places: indices of the requests in the micro-batch.
             logits_SV: logits (beams, vocabulary) of all beams of these requests; just after prefill, each request has a
                 single sequence instead of its beams.

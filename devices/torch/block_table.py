@@ -37,9 +37,9 @@ class Growth(NamedTuple):
         new: number of new tokens.
         seen: the blocks with the tokens that the new tokens attend to. If `kept` is None, the new tokens are stored in
             these blocks, too.
-        kept: the blocks that hold the sequence after the step; None if the blocks `seen` hold it. They differ from
-            `seen` only with a window, in a step where some sequence has several new tokens. Then storing the new
-            tokens may overwrite tokens in `seen`.
+        kept: the blocks that hold the sequence after the step, if they may differ from `seen`; otherwise None. They may
+            differ if there is a window, and some sequence of the step has several new tokens. In that case, storing
+            the new tokens may overwrite tokens in `seen`.
     """
 
     past: int
@@ -129,7 +129,7 @@ class BlockTable:
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a sequence of `tokens` tokens has at the same time.
 
-        With a window, these are at most the blocks that the window fills and one more, as it may begin within a block.
+        With a window: at most the blocks for the last `window` - 1 of its tokens, and one more for its first token.
         """
         blocks = self.blocks_for(tokens)
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
@@ -177,7 +177,7 @@ class BlockTable:
                 state.first += left * self._block_size
 
     def _lengthen(self, states: Sequence[SequenceBlocks], new: Sequence[int]) -> None:
-        """Lengthen sequences by new tokens, and give them free blocks for the tokens that do not fit into their own."""
+        """Lengthen sequences by new tokens; a sequence whose blocks have too little room gets free blocks as well."""
         lengths = [state.length + tokens for state, tokens in zip(states, new, strict=True)]
         missing = [
             max(0, self.blocks_for(length - state.first) - len(state.blocks))

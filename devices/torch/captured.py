@@ -55,10 +55,10 @@ class Graphs:
 
     @property
     def used(self) -> Mapping[str, Sequence[str]]:
-        """The ways in which calls were repeated, under the key "replay": {"replay": ["CUDA graphs"]}, for example.
+        """The kinds of graphs captured so far, under the key "replay": {"replay": ["CUDA graphs"]}, for example.
 
-        The mapping is empty if no call was captured. After a failed capture, the list has a sentence with the reason
-        instead of the ways.
+        The mapping is empty if no call was captured. After a failed capture, the list has only a sentence with the
+        reason of the failure.
         """
         if self.refusal:
             return {"replay": [f"launches, as a capture failed: {self.refusal}"]}
@@ -107,15 +107,15 @@ class Graphs:
 
 
 class Captured:
-    """A bound kernel that calls another one, and replays a CUDA graph instead once calls with equal arguments repeat.
+    """A bound kernel that calls another one; once calls with equal arguments repeat, it replays a CUDA graph instead.
 
     The first few calls with the same arguments call `run`; then such a call is captured, and later ones replay its
     graph. If the arguments change after few replays, the next capture waits for twice as many equal calls.
 
     Args:
-        run: the bound kernel.
+        run: the other bound kernel.
         graphs: the device's graphs.
-        way: the name of this way to repeat calls, for reports.
+        way: the name of this kind of graph in `Graphs.used`.
     """
 
     __slots__ = (

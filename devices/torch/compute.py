@@ -34,9 +34,9 @@ class Compute:
     Attributes:
         accelerator: torch device of the accelerator's tensors.
         dtype: dtype of weights and hidden states.
-        core_plan: numbers of the host's cores for kernels, for copies, and for issuing tasks.
-        use_cores_for: a function that sets torch's number of cores for a matrix product, given the number of rows and
-            the number of entries of the matrix.
+        core_plan: the division of the host's cores among kernels, copies, and the issuing of tasks.
+        use_cores_for: a function that sets torch's number of cores for a matrix product, given the product's number
+            of rows and the matrix's number of entries.
         kernels: chooses and keeps the kernel of each operation.
         indices: a function that makes an int64 tensor on the accelerator from a sequence of numbers.
         replays: wraps bound kernels so that a GPU replays their calls; None on the CPU.

@@ -41,8 +41,8 @@ class CudaDevice(TorchDevice):
     says so.
 
     Args:
-        threads: number of threads for attention and experts on the host; None for one on each core that is not needed
-            to issue tasks and wait for them (`divided_cores`).
+        threads: number of threads for attention and experts on the host; None for all cores but those that
+            `divided_cores` leaves for issuing tasks.
         triton: whether the kernels in Triton are tried before all others but `own_kernels`.
         keep_logits: whether `logits` keeps the logits of all steps.
         direct: whether to bypass the page cache when reading files, where the system allows that.
@@ -122,10 +122,10 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """Return this machine's profile: `host` with the first GPU added.
+        """Return the profile of this machine with its first GPU.
 
-        The GPU's memory counts only as far as it is free now. Its rates are measured ones if this GPU was calibrated,
-        and assumed ones otherwise.
+        If this GPU was calibrated, it is the calibrated profile; otherwise `host`, with the GPU added at assumed rates.
+        In either, the GPU's memory is what a plan may use now.
         """
         require_cuda()
         gpu = torch.cuda.get_device_properties(0)

@@ -135,7 +135,7 @@ class CudaStreams:
         Args:
             issued: the task.
             event: the start or the end of the task.
-            others: the tasks of each other lane that has any, in the order of issue.
+            others: for each other lane that has tasks, these tasks by id, in the order of issue.
             now: the present time on the host's clock.
         """
         clock = self._clock

@@ -180,7 +180,7 @@ class TorchDevice(ChoosesDtype):
     def kernels(self) -> Mapping[str, Sequence[str]]:
         """The names of the kernels that batches used so far, by the name of the operation that they compute.
 
-        On a GPU the key "replay" has the ways in which calls were repeated, such as by CUDA graphs.
+        Once a GPU has captured calls, the key "replay" has the kinds of graphs; after a failed capture, the reason.
         """
         replays = self._compute.replays
         return {**self._compute.kernels.table.used, **(replays.graphs.used if replays else {})}
@@ -200,7 +200,7 @@ class TorchDevice(ChoosesDtype):
         return self._store.reader.location(page).bytes_to_read
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page (a part of a layer's weights) takes in a slot, memory for one page."""
+        """Return the bytes that a page (a part of a layer's weights) takes in a slot (memory for one page)."""
         return self._store.reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -235,7 +235,7 @@ class TorchDevice(ChoosesDtype):
         self._observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Begin a batch of prompts (token ids): free the last batch's memory, and allocate the plan's.
+        """Begin a batch of prompts (token ids): free the last batch's memory, and allocate what the plan says.
 
         Weights that are resident in both batches stay.
 
@@ -278,7 +278,7 @@ class TorchDevice(ChoosesDtype):
         self._observers.first_request = plan.batch.first_request
 
     def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
-        """Make the functions that run the plan's tasks, and warm up a GPU if the plan's sizes are new to it."""
+        """Make the functions that run the plan's tasks; warm up a GPU if no earlier plan had the same sizes."""
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
         if self._compute.replays is not None:

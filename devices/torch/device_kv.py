@@ -19,8 +19,8 @@ from .compute import Compute
 class DeviceKV:
     """Keeps keys and values of one layer at a time on the accelerator, for prompts whose KV cache is on the host.
 
-    Each sequence begins at the start of a block, as in the cache, so that attention has the same bits as with a view of
-    the cache.
+    Each sequence begins at the start of a block, as in the cache. So the results of attention have the same bits as if
+    it read the cache itself.
 
     Args:
         lengths: number of tokens of each prompt, by the number of its sequence.

@@ -24,10 +24,10 @@ Read = Callable[[], object]
 class DiskReads:
     """Makes reads of files, several at a time, and returns when all have ended.
 
-    Linux runs reads past the page cache by itself, while the calling thread waits for them (`io_submit`). If a thread
-    waited for each read instead, it would need a core and Python's lock at the read's end, and get them late while
-    other lanes compute. Threads make all other reads, and all reads on other systems. They also make the reads of a
-    file system on which the start of a read takes until the read's end, such as one in memory.
+    Linux makes reads past the page cache on its own, while the calling thread waits until all have ended (`io_submit`).
+    With a thread for each read, each thread would need a core and Python's lock at the read's end, and would wait for
+    both while other lanes compute. Threads make all other reads, and all reads on other systems. They also make the
+    reads of a file system that starts a read only by making it at once, such as a file system in memory.
 
     Args:
         at_once: number of reads under way at a time.
@@ -43,7 +43,7 @@ class DiskReads:
 
     @property
     def queued(self) -> bool:
-        """True if the system runs reads past the page cache by itself; False if threads make all reads."""
+        """True if the system makes reads past the page cache on its own; False if threads make all reads."""
         return self._queue is not None and self._one_by_one < SLOW
 
     def run(self, reads: Sequence[Read]) -> None:

@@ -146,7 +146,7 @@ class TorchExperts:
         return read
 
     def warm_expert(self, task: Task) -> None:
-        """Run one expert on a row of zeros, only to read its weights, so that the system keeps them in memory."""
+        """Run one expert on a row of zeros, only to read its weights; the outputs are not used."""
         x_1D = torch.zeros_like(self._states[task.micro_batch].rows.x_nD[:1])
         part = ExpertPart(x_1D, torch.empty_like(x_1D), range(1), range(1))
         self._runner.apply([part], task.expert, self._weights(task.operands))

@@ -1,10 +1,11 @@
-"""Fixed decode steps: one CUDA graph launches a whole step ahead of its tasks, which find their results ready.
+"""Fixed decode steps: one CUDA graph launches all calls of a step before the step's tasks ask for the results.
 
 If the first task of a step makes the same call as in the previous step, all calls of the previous step are launched
 anew, in the expectation that this step makes the same calls. Each further task compares its call with the one that was
 launched for it. If they differ, the calls of the tasks before it are launched a second time, one by one, and the rest
 of the step runs task by task. The second launch restores results that later calls may have overwritten. It computes the
-same, since these calls read only each other's results, numbers, and a KV cache that no later call of the step changes.
+same: these calls read only each other's results, numbers that were copied to the accelerator before the first launch,
+and layers of the KV cache that no later call of the step changes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Call:
         self._arguments = arguments
 
     def is_repeated(self, alone: Captured, arguments: tuple[Any, ...]) -> bool:
-        """Test whether a call of `alone` with `arguments` has the kernel, the addresses and the numbers of this one."""
+        """Test whether a call of `alone` with `arguments` has the same kernel, addresses and numbers as this call."""
         return self._alone is alone and repeated(arguments, self._arguments)
 
     def launch(self) -> Any:
@@ -130,7 +131,7 @@ class FixedStep:
 
 
 class InStep:
-    """A bound kernel whose calls are part of a micro-batch's decode step, which may have launched them ahead.
+    """A bound kernel whose calls are part of a micro-batch's decode step; the step may have launched them ahead.
 
     Args:
         operation: name of the operation that the kernel computes.

@@ -76,7 +76,7 @@ class GpuOperations:
         self._module.empty_cache()
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """Return the mean seconds of an operation, repeated while the operations `beside` are repeated, too."""
+        """Return the mean seconds of a repeated operation; the operations `beside` are repeated at the same time."""
         with torch.inference_mode(), ExitStack() as running:
             call, others = self._call(operation), [(other, self._call(other)) for other in beside]
             running.callback(self._module.synchronize)
@@ -161,11 +161,11 @@ class GpuOperations:
         return lambda: unpacked_linear(x_TD, CodedRows(next(coded), row.format))
 
     def _copies_of(self, row_1D: torch.Tensor, outputs: int) -> Iterator[torch.Tensor]:
-        """Return an endless iterator over several equal matrices on the accelerator, too many for a cache.
+        """Return an endless iterator over 2 to 64 equal matrices on the accelerator, if possible `cold` bytes together.
 
         Args:
             row_1D: the row that all rows of the matrices are copies of.
-            outputs: number of rows of each matrix.
+            outputs: number of rows of each matrix, which are the outputs of a product.
         """
         count = self._buffers(outputs * row_1D.nbytes)
         row_1D = row_1D.to(self._device)
@@ -188,13 +188,13 @@ class GpuOperations:
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
-        """Return buffers in one memory, which successive copies use in turn.
+        """Make the buffers for the source or the target of a timed copy; repetitions of the copy use them in turn.
 
-        Buffers of the host are page-locked if the GPU copies from or to them.
+        Buffers of the host are page-locked if `memory` is PINNED, or if the GPU copies from or to them.
 
         Args:
-            memory: GPU, HOST or PINNED.
-            copy: the copy that is timed.
+            memory: memory of the source or the target: GPU, HOST or PINNED.
+            copy: the copy; each buffer has `copy.nbytes` bytes.
         """
         count, ends = self._buffers(copy.nbytes), (copy.source, copy.destination)
         if memory == GPU:

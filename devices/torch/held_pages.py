@@ -95,7 +95,7 @@ def read_page(
 
     Args:
         allocate: a function that takes a number of bytes, and returns a uint8 tensor with as many.
-        cached: whether bytes that are in the page cache are read from there.
+        cached: whether bytes that the system's page cache has are taken from it.
     """
     memory = allocate(reader.bytes_in_slot(page))
     reader.read(page, memory, cached=cached)

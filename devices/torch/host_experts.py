@@ -20,16 +20,16 @@ from .experts import TorchExperts, activations
 
 
 class HostExperts:
-    """Runs experts on the host, and copies their rows to the host and their outputs back to the accelerator.
+    """Runs experts on the host, and copies their input rows to the host and their output rows to the accelerator.
 
-    The rows and tensors of an expert have the same layout as on the accelerator, since the last bits of a product
-    depend on the position of its operands in memory.
+    Rows and weights of an expert have the same layout as on the accelerator, since the last bits of a product depend on
+    the position of its operands in memory.
 
     Args:
         states: the state of each micro-batch, by the micro-batch's number.
         weights: a function that returns the weights of a task, given the task's operands.
-        exchanged: the host's memory for the rows.
-        there: runs the experts that are computed on the accelerator.
+        exchanged: the host's memory for the rows of all micro-batches.
+        there: runs experts on the accelerator.
         observers: receive the activations of experts.
     """
 
@@ -51,7 +51,7 @@ class HostExperts:
         self._observers = observers
 
     def offload_routed(self, task: Task) -> None:
-        """Copy to the host the experts' input, a row for each token, and the index of the token of each expert row."""
+        """Copy the experts' input to the host: a row for each token, and the token's index for each expert's row."""
         rows = self._states[task.micro_batch].rows
         if not len(rows.x_nD):  # the layer has no experts
             return
@@ -81,7 +81,7 @@ class HostExperts:
         return None
 
     def load_routed(self, task: Task) -> None:
-        """Copy to the accelerator the output rows of experts that ran on the host; one copy takes all adjacent rows."""
+        """Copy output rows of experts that ran on the host to the accelerator; adjacent rows are copied together."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
         y_nD = rows.on_host.y_nD

@@ -62,7 +62,7 @@ class HostSide:
         self._there = attention
 
     def bring(self, task: PageTransfer) -> None:
-        """Copy a task's pages to its slots: from other slots that it names, the host's memory, or the files."""
+        """Copy a task's pages to its slots, from the slots in `task.operands`, the host's memory, or the files."""
         store = self._store
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
@@ -79,8 +79,8 @@ class HostSide:
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
         """Return a page in the host's memory; None if the page is not there.
 
-        source: the slot on the host to take the page from. If it is None, or a slot that keeps one page for the whole
-            run, the page is taken from the plan's home of weights instead.
+        source: the slot on the host that has the page. If it is None, or if it keeps one page for the whole run, the
+            page is taken from `store.home` instead.
         """
         if source is None or source.fixed:
             return self._store.home.get(page)
@@ -111,7 +111,7 @@ class HostSide:
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Attend on the accelerator from tokens of prompts, whose KV cache is on the host."""
+        """Run attention of a prefill task on the accelerator, for sequences whose KV cache is on the host."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)
@@ -173,9 +173,9 @@ def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
-    """Return the numbers of the layers whose KV cache is on the host, for each micro-batch and each chunk of prefill.
+    """Return the layers whose KV cache is on the host, for each micro-batch and each chunk of prefill that has any.
 
-    The keys are the numbers of the micro-batches and of the chunks.
+    The keys are numbers of micro-batches and of chunks, which have one numbering; the values are numbers of layers.
     """
     kv = plan.kv
     if not plan.nodes.attends:

@@ -38,7 +38,7 @@ def caching_of(file: Path) -> Caching:
 
 
 def kernel_facts() -> KernelFacts:
-    """Return facts about the native library of CPU kernels: its instruction sets here, or why it cannot be used."""
+    """Return facts about the native library of CPU kernels: instruction sets it can use, or why it is unusable."""
     return KernelFacts(sets=list(instruction_sets()), problem=why_unusable())
 
 
@@ -83,7 +83,7 @@ def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
 
 
 def library_bytes(device: str = "cuda:0") -> int:
-    """Measure the GPU memory in bytes that the first product on a new stream takes, mostly as cuBLAS's workspace."""
+    """Measure the bytes on a GPU that the first matrix product on a new stream takes, mostly cuBLAS's workspace."""
     place = torch.device(device)
     module: Any = torch.get_device_module(place)
     before: int = module.memory_reserved(place)

@@ -37,7 +37,7 @@ class BlockedKV:
     Args:
         blocks: number of blocks.
         block_size: number of tokens in a block, each in one slot.
-        layers: numbers of the layers; None for all.
+        layers: numbers of the layers that are cached here; None for all layers of the model.
         indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
         allocate: a function that takes a number of bytes, and returns a uint8 tensor with as many for the arena; None
             for memory from torch.
@@ -46,7 +46,7 @@ class BlockedKV:
     Attributes:
         table: the blocks of each sequence.
         slots: the arena.
-        layers: index of each layer of the cache in the arena, by the layer's number.
+        layers: maps the number of each layer that is cached here to its index in the arena.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class BlockedKV:
 
         Args:
             layer: number of the layer.
-            keys_TKd, values_TKd: the keys and values of all new tokens, of which a window may keep only the last ones.
+            keys_TKd, values_TKd: the keys and values of all new tokens; with a window, only those of `step.kept`
+                are kept.
         """
         for half, new_TKd in zip(self.slots[self.layers[layer]], (keys_TKd, values_TKd), strict=True):
             if not step.in_place:
@@ -209,7 +210,7 @@ class CachedLayer:
     def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
         """Store the keys and values of a step's new tokens in this layer.
 
-        keys_TKd, values_TKd: the keys and values of all new tokens, of which a window may keep only the last ones.
+        keys_TKd, values_TKd: the keys and values of all new tokens; with a window, only those of `step.kept` are kept.
         """
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
 

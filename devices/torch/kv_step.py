@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
     Attributes:
         queries: number of new tokens of each sequence.
-        length: number of tokens of each sequence in the cache.
+        length: number of tokens of each sequence that the view shows, new ones included.
         sequences: number of sequences.
         first_slot: slot of the first sequence's first token.
         distance: number of slots from the first token of a sequence to that of the next; 0 for a single sequence.
@@ -43,7 +43,7 @@ class Gather(NamedTuple):
 
     Attributes:
         queries: number of new tokens of each sequence.
-        length: number of tokens of each sequence in the cache.
+        length: number of tokens of each sequence that are copied, new ones included.
         sequences: number of sequences.
         blocks: the blocks of all sequences, in order.
         slots: the numbers of all slots in the blocks; None until the tensor is made.
@@ -59,12 +59,12 @@ class Gather(NamedTuple):
 class KVStep:
     """The new tokens of some sequences in one step, and their places in a KV cache. Tensors are made when first needed.
 
-    A cache with a window keeps only tokens that later tokens attend to: the last ones, if a sequence has many new
-    tokens.
+    A cache with a window keeps only tokens that later tokens will attend to. If a sequence has many new tokens, only
+    the last ones are kept.
 
     Args:
         sequences: numbers of the sequences.
-        growths: for each sequence, its numbers of old and of new tokens, and its blocks.
+        growths: for each sequence a `Growth`: numbers of earlier and of new tokens, and blocks.
         block_size: number of tokens in a block.
         indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
 
@@ -72,8 +72,8 @@ class KVStep:
         past: number of tokens of each sequence before the step.
         new: number of new tokens of each sequence.
         one_each: whether each sequence has one new token.
-        in_place: True if the cache, once it has the new tokens, still has all tokens that they attend to; False if
-            storing the new tokens may overwrite some of these.
+        in_place: True if storing the new tokens in the cache loses no tokens that the new ones attend to; False if it
+            may overwrite some, which takes a window and several new tokens of a sequence.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class KVStep:
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """Return this step for a memory with only the step's sequences: their blocks are numbered from 0, in order."""
+        """Return a copy of this step with blocks numbered from 0 in order, for memory that has only its sequences."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))

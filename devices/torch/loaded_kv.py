@@ -71,7 +71,7 @@ class LoadedKV:
 def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
     """Copy the keys (or the values) that were cached before a step to flat memory of the accelerator.
 
-    Only contiguous pieces are copied: other copies would take memory of the GPU in addition to the plan's.
+    Contiguous pieces are copied one by one, since other copies need GPU memory that the plan does not reserve.
 
     Args:
         memory: the flat memory.

@@ -17,8 +17,8 @@ from .registered_files import RegisteredFiles, spans_of
 class MappedHome:
     """Holds pages in files that are mapped and registered with CUDA, so that a GPU copies them from the page cache.
 
-    Neighbouring pages are registered together, so that no page, and no block of a file, is in two registrations. `get`
-    checks the leases on a page's files each time.
+    A page may have parts at several places in the files. Parts that touch are registered together, so that no part, and
+    no block (`BLOCK` bytes) of a file, is in two registrations. `get` checks the leases on a page's files each time.
 
     Args:
         threads: number of threads that make the system read the parts of files that the page cache lacks.

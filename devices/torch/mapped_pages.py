@@ -21,11 +21,11 @@ class MappedPages:
     """The pages of a checkpoint, mapped from the system's page cache, which is expected to contain them.
 
     A slot of a pool has no copy of a page: it stands for the mapping of the page, until the slot gets another page. So
-    the process has at most as many pages mapped in memory as there are slots. A kernel may still read a page that its
-    slot no longer stands for: it gets the same bytes, only more slowly.
+    the process has at most as many pages mapped in memory as there are slots. If a slot gets another page while a
+    kernel reads the earlier one, the kernel still reads the right bytes, only more slowly.
 
-    If another process wants to write to a file, the next call of `bring` raises an error. This comes in time if `bring`
-    is called at least every 45 seconds, after which the system lets the process write.
+    If another process wants to write to a file, the next call of `bring` raises an error. The system lets that process
+    write after 45 seconds, so `bring` has to be called more often than that.
 
     Args:
         reader: locates the blocks of a page in the files.
@@ -52,7 +52,7 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Test whether the files have the bytes that kernels read, and Linux (5.14 or later) prefaults mapped files."""
+        """Test whether kernels can read weights in the form of the files, and Linux (5.14 or later) prefaults files."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:

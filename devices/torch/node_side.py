@@ -70,7 +70,7 @@ class NodeSide:
         return array
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum over all nodes, and round; the result becomes the micro-batch's hidden states.
+        """Set a micro-batch's hidden states to the sum over all nodes plus the residual, rounded to `compute.dtype`.
 
         total_TD: the sum of all nodes' partial sums, float32, on the host.
         """

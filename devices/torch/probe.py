@@ -28,10 +28,9 @@ MOST_COPIES = 128
 
 
 class TorchProbe:
-    """Makes operations of the torch device on the CPU for timing: most methods return a function that runs one.
+    """Makes functions for timing: most methods return one that runs an operation of the torch device on the CPU.
 
-    Successive calls of such a function use several copies of the weights in turn. So the weights are in no cache, as
-    in a model.
+    Successive products use several copies of the weights in turn. So the weights are in no cache, as in a model.
 
     Args:
         threads: number of threads of the kernels.
@@ -67,17 +66,17 @@ class TorchProbe:
     def product(
         self, dtype: str, outputs: int, inputs: int, *, stored: str = "", packed: bool = False
     ) -> Callable[[int], Call]:
-        """Make matrices (outputs, inputs), to time their products with a number of rows.
+        """Make matrices of shape (outputs, inputs), to time products of rows with them.
 
         Args:
             dtype: dtype of the rows, and of matrices that are not quantised.
             stored: quantised storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
                 row.
             packed: True if torch multiplies by packed matrices, which must be stored row by row. Native kernels, which
-                multiply few rows in bfloat16, take plain matrices in any case.
+                multiply few rows in bfloat16, always get plain matrices.
 
         Returns:
-            a function that takes a number of rows, and returns the function that computes one product.
+            a function that takes a number of rows, and returns a function that multiplies as many rows by one matrix.
         """
         kind = DTYPES[dtype]
         if stored == COLUMNS:

@@ -48,7 +48,7 @@ class RankSide:
         self._logits_SV: dict[int, Tensor] = {}
 
     def all_reduce(self, task: Collective) -> None:
-        """Replace this rank's part of a micro-batch's hidden states, or logits, by the sum of all ranks' parts."""
+        """Replace a micro-batch's hidden states (or logits), a partial sum on each rank, by the sum over all ranks."""
         if task.operands == LOGITS:
             self._logits_SV[task.micro_batch] = self._sum(task, self._logits_SV[task.micro_batch])
         else:
@@ -68,9 +68,9 @@ class RankSide:
         return self._draw(task, self._logits_SV[task.micro_batch])
 
     def _sum(self, task: Collective, part: Tensor) -> Tensor:
-        """Exchange all ranks' parts through the host's memory; returns their sum, added up in float32.
+        """Exchange the partial sums of all ranks through the host's memory; returns their sum, added up in float32.
 
-        part: this rank's part; the sum has its shape, its dtype and its device.
+        part: this rank's partial sum; the result has the same shape, dtype and device.
         """
         with making_part(self._transport, self._rank, task):
             mine = part.float().cpu().numpy()

@@ -31,7 +31,7 @@ REMEDY = "run with --device-set map_files=false"
 
 
 class FileSpan(NamedTuple):
-    """A part of a file in whole blocks: from byte `start` to before byte `end`."""
+    """A part of a file, from byte `start` to before byte `end`, which are multiples of `BLOCK`."""
 
     path: Path
     start: int

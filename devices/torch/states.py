@@ -22,7 +22,7 @@ from .locked_memory import locked_if_possible
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) -> list[MicroBatchState]:
-    """Make the states of a batch's micro-batches and, if prompts are cut into chunks, those of the chunks after them.
+    """Make the states of a batch's micro-batches, followed by those of the chunks if prompts are cut into chunks.
 
     prompts: the token ids of each request's prompt, in the order of the requests.
     """

@@ -56,7 +56,7 @@ class StreamClock:
 
     Args:
         new_event: a function that makes an event which keeps its time.
-        stream: a stream without work, on which events happen at once.
+        stream: a stream without work, so that an event on it completes immediately.
         clock: returns the host's time in nanoseconds.
     """
 
@@ -137,8 +137,8 @@ class StreamClock:
     def _following(self, last: Zero) -> Zero:
         """Record the zero event after `last`, and return it.
 
-        The error of the event's `host` is its difference from `read`. The event's rate is the measured rate, changed so
-        that the error is gone after PERIOD, but at least 0.5.
+        The event's `host` has an error: its difference from `read`. The event's `rate` is the measured rate, corrected
+        so that the error is 0 after PERIOD nanoseconds; a rate below 0.5 becomes 0.5.
         """
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6

@@ -41,8 +41,8 @@ Verbs = dict[str, Verb]
 class Topology:
     """Makes the functions that run the tasks of one batch, by verb (kind of task).
 
-    Most functions run in torch's inference mode. Functions that may consist of a single native call enter the mode
-    themselves, and only if torch runs: entering it takes longer than all other work of Python for a native call.
+    Most functions run in torch's inference mode. Functions that may consist of a single native call enter the mode only
+    before they call torch, since entering it takes longer than all other Python code around a native call.
 
     Attributes:
         kv_slots: buffers on the accelerator that keys and values of a layer are copied to from the host.

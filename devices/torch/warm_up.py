@@ -52,7 +52,9 @@ _PREFILL, _DECODE = (
 
 
 class WarmUpSizes(NamedTuple):
-    """The sizes of a plan's largest micro-batches, if all sequences were equally long.
+    """The sizes of the micro-batches of a warm-up, in which all sequences are equally long.
+
+    They follow from a plan's largest micro-batches, with at most `MOST_TOKENS` tokens in prefill.
 
     Attributes:
         prompts: number of sequences in prefill.
@@ -311,8 +313,8 @@ class WarmUps:
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
     """Return tensors with any contents as the weights of a layer in a warm-up; None if there is no memory for them.
 
-    They are views of memory that is reserved for weights. A page that will be resident has its own place there, in
-    which its matrices are in one piece; all other pages share one slot.
+    They are views of memory that is reserved for weights. Pages that will be resident have their own memory there, in
+    which all rows of a matrix are adjacent; all other pages share one slot.
     """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))

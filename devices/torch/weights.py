@@ -147,7 +147,7 @@ class WeightStore:
         self.reader.close()
 
     def load(self, task: PageTransfer) -> None:
-        """Start to load the resident pages that a task names, except those of the host, which were read before."""
+        """Start to load the resident pages that a task names; pages of the host that `begin` has read are left out."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
                 self.resident.load(page)
@@ -185,10 +185,10 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Give weights the number of earlier weights at the same addresses, if the layers have equal descriptions.
+        """Set `weights.number` to that of earlier weights at the same addresses, in a layer of equal description.
 
-        If there are no such weights, the number does not change. Kernels are bound to weights by this number, so
-        kernels that were bound to the earlier weights are used again.
+        Weights without such a predecessor keep their number. Kernels are bound to a number, so those that were bound to
+        the earlier weights are used again.
         """
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()

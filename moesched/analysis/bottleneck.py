@@ -67,8 +67,8 @@ class _Part(NamedTuple):
     """Stretches of the critical path that one change of the run would shorten, such as a faster lane.
 
     Attributes:
-        lane: title of the lane to blame; for the network, the name of its lanes on all ranks; empty if a cause is to
-            blame.
+        lane: title of the lane to blame, or the name that the lanes of collectives share on all ranks; empty if a cause
+            is to blame.
         cause: the cause to blame; None if a lane is to blame.
     """
 

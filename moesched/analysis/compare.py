@@ -133,9 +133,10 @@ def _row(measure: Measure, runs: Sequence[ComparedRun]) -> Row:
 
 
 def _error_percent(measure: Measure, first: ComparedRun, other: ComparedRun) -> float | None:
-    """Return the error of the predicted `measure` in percent of the measured figure.
+    """Return the error of the predicted figure in percent of the measured one.
 
-    None unless exactly one run is predicted, and both runs have the figure.
+    The result is None if both runs are predicted or both measured, if a run lacks the figure, or if only the measured
+    figure is 0.
     """
     if first.figures == other.figures:
         return None

@@ -24,7 +24,7 @@ Unit = Literal["s", "share", "tokens/s", "requests/s", "tasks", "bytes", "GB/s",
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Key of a figure in a comparison: section, name (such as a lane's title), quantity, and unit."""
+    """Key of a figure in a comparison: section, name (such as a lane's title), quantity (`what`), and unit."""
 
     section: Section
     name: str
@@ -44,7 +44,8 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run to compare, with its figures.
 
     Attributes:
-        values: the figures, by section, name, quantity and unit.
+        figures: whether the figures are predicted or measured.
+        values: the figures, each by its `Measure`.
         trace: the trace of the run; None if there is only a report.
         replayed: whether this is a replay of recorded durations, whose figures do not follow from the machine's rates.
         costs_measured: for a prediction, whether it rests on costs that `moesched calibrate` measured.
@@ -121,7 +122,7 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
 
 
 def replayed_run(run: ComparedRun) -> ComparedRun:
-    """Replay the graph and durations of a run on the virtual clock, with new start times.
+    """Replay a run's tasks on the virtual clock, in recorded order and durations, with new start times.
 
     Raises:
         BadInput: the run has no trace, or its trace cannot be replayed.
@@ -135,7 +136,7 @@ def replayed_run(run: ComparedRun) -> ComparedRun:
 
 
 def _running(run: ComparedRun) -> float:
-    """Return the seconds of a run after loading; of a run with a trace, only the recorded part counts."""
+    """Return the seconds that a run took after loading; if it has a trace, those that the trace covers."""
     loading = run.values.get(Measure("total", "load", "time", "s"), 0.0)
     return run.values[Measure("total", "run", "time", "s")] - loading
 
@@ -162,7 +163,7 @@ class _ReportLane(msgspec.Struct):
 class _Report(msgspec.Struct, kw_only=True):
     """The compared fields of the JSON report of a run.
 
-    If `measured` is missing, a report counts as measured if it has `tokens`.
+    Without `measured`, a report counts as measured if it has `tokens`, and else as predicted.
     """
 
     lanes: dict[str, _ReportLane]

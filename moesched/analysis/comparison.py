@@ -24,9 +24,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of all compared runs, such as the busy time of a lane; None for runs that lack this figure.
 
     Attributes:
-        ratios: for each run, its figure divided by that of the first run.
+        ratios: for each run, its figure divided by that of the first run; None if one is missing, or the first is 0.
         error_percents: for each run, compared with the first run, the error of the predicted figure in percent of the
-            measured one; None if both runs are predicted or both measured, or if one of the figures is missing.
+            measured one; None if both runs are predicted or both measured, if one of the figures is missing, or if
+            only the measured one is 0.
     """
 
     section: Section
@@ -252,10 +253,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """Return a row of the table, of `columns` cells, with the usual error of predicted prefill times.
+        """Return a table row of `columns` cells: how far predicted prefill times usually are from published ones.
 
         The first cell has the row's name. The cell of each run that was predicted from the machine's stated rates has
-        the error. All other cells are empty.
+        the usual error of such predictions. All other cells are empty.
         """
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _rests_on_rates(run) else "" for run in self.runs)]

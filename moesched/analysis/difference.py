@@ -88,7 +88,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         causes: the causes, whose seconds add up to `seconds`; largest first, but "graph" last.
         lanes: the causes summed by lane.
         waits: waits between tasks on the critical path of the second run, longest first.
-        works: amounts of work that differ, with the largest difference in time first.
+        works: amounts of work that differ between the runs, such as bytes moved; the largest difference in time first.
     """
 
     places: tuple[int, int]

@@ -1,8 +1,8 @@
 """Finds the changes that would save a run the most time, by replays of the run's first steps with each change.
 
 Candidates come from the critical path: links at twice their rate, kernels in half their time, and no time between
-tasks. Only the first `MOST_TASKS` tasks are replayed; the time saved in the replayed decode steps is extrapolated to
-all decode steps.
+tasks. Only the first steps are replayed, up to `MOST_TASKS` tasks unless two steps have more. The time saved in the
+replayed decode steps is extrapolated to all decode steps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
         change: the change in words.
         command: arguments of the `moesched` command that shows the change's effect; TRACE is the run's trace.
         saved: share of the run's time, without loading, that the change saves.
-        decisions_unchanged: True if `saved` holds only for the recorded decisions. The policy awaited results within
-            steps, so it might decide otherwise after the change.
+        decisions_unchanged: True if the policy awaited results within steps. It might then decide otherwise after the
+            change, while `saved` is for the recorded decisions.
     """
 
     change: str
@@ -57,13 +57,14 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | None = None) -> list[Help]:
     """Find the changes that would save the most time, the best first.
 
-    The recording is replayed with each change. The result is empty if no change saves much, or if a step has too many
-    tasks to replay.
+    The recording is replayed with each change. The result is empty if no change saves much, or if the first two steps
+    have too many tasks to replay.
 
     Args:
         recording: the whole run, or its first or last steps.
         path: the time on the recording's critical path, by kind of task, lane and reason to wait.
-        decode_steps: number of the whole run's decode steps; by default the number of the last recorded step.
+        decode_steps: count of the whole run's decode steps; by default the number of the last recorded step, which is
+            that count if the recording has the run's end.
     """
     steps = _first_steps(recording)
     if steps is None:
@@ -127,7 +128,10 @@ def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[s
 
 
 def _first_steps(recording: Recording) -> Recording | None:
-    """Return the first steps of a recording, up to `MOST_TASKS` tasks; None if its steps are too long to replay."""
+    """Return the first steps of a recording, up to `MOST_TASKS` tasks, but at least `FEWEST_STEPS` after loading.
+
+    None if that many steps have more than `TOO_MANY_TASKS` tasks, or if no step was recorded.
+    """
     sizes: dict[int, int] = {}
     for each in recording.slices:
         sizes[each.step] = sizes.get(each.step, 0) + 1

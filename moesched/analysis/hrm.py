@@ -181,7 +181,7 @@ def batch_reaching(operations: Operations, lower_intensity: float) -> int | None
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """Division of a layer's decode work between the two levels: the 6-tuple of section 4.2.
+    """Division of a layer's decode work between the levels of a `Hierarchy`: the 6-tuple of the paper's section 4.2.
 
     Attributes:
         batch_size, micro_batch_size: N and µ, numbers of requests.
@@ -262,11 +262,11 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
     If accelerator and host share a memory, that memory is the upper level, and the memory that holds the weights is the
     lower one. Several equal accelerators count as one with the sum of their rates, as with tensor parallelism (section
-    4.3). Each has its own link, but the sum of these links is limited by the bandwidth of the lower memory and, if
-    pages are staged in pinned memory, by the rate of copies into pinned memory.
+    4.3). Each has its own link, but the links together are no faster than the lower memory or, if pages are staged in
+    pinned memory, than copies into pinned memory.
 
     Raises:
-        BadInput: the machine lacks one of these memories, the link, or a rate.
+        BadInput: the machine has no memory below the accelerator's, or lacks the link or a rate.
     """
     below = machine.roles.weights if machine.unified else machine.host.memory
     above = machine.accelerator.memory
@@ -288,7 +288,7 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
     """Return the bytes per second from one memory into all accelerators together.
 
-    If the machine has a pinned memory, and it is not the memory that is read, pages are copied through it.
+    If the machine has a pinned memory other than the memory that is read, pages are copied through the pinned one.
 
     Args:
         below, above: names of the memory that is read, and of the accelerator's memory.
@@ -316,6 +316,6 @@ def _attention(operations: Operations, requests: int, context: int, kv_dtype: st
 
 
 def _micro_batches(split: Split) -> list[tuple[int, int]]:
-    """Return the micro-batches of a batch, as pairs: number of micro-batches of one size, and this size in requests."""
+    """Return (number of micro-batches, requests in each) for each size of micro-batch in a batch."""
     whole, rest = divmod(split.batch_size, split.micro_batch_size)
     return [(count, size) for count, size in ((whole, split.micro_batch_size), (1, rest)) if count and size]

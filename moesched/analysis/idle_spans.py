@@ -1,8 +1,8 @@
 """Finds the spans in which lanes are idle, and the causes.
 
-A span ends when its lane's next task starts. Of the tasks that this task waited for, one ended last. The same holds for
-that task, and so on: these tasks form a chain back in time. Every nanosecond of the span belongs to a task of the
-chain, or to the time between two tasks of the chain, in which the policy or the driver ran.
+A span ends when its lane's next task starts. From this task a chain of tasks leads back in time: before each task in
+the chain comes the one that it waited for last. Every nanosecond of the span belongs to a task of the chain, or to the
+time between two tasks of the chain, in which the policy or the driver ran.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class IdlePart(NamedTuple):
     """A part of an idle span, with its cause.
 
     Attributes:
-        task: index, in `recording.slices`, of the task that ran during the part; with cause "policy" or "host",
-            of the task that started after the part; with cause "finished", -1.
+        task: index of a task in `recording.slices`. The task ran during the part or, with the cause "policy" or
+            "host", started after it. -1 with the cause "finished".
     """
 
     cause: Cause
@@ -56,7 +56,7 @@ class IdleSpan(NamedTuple):
     Attributes:
         before: index of the task that started at the end of the span; -1 if the lane had no further task.
         waited_for: index of the task that `before` waited for last; -1 if there is none.
-        parts: times that add up to the span, latest first.
+        parts: the parts that make up the span, latest first.
     """
 
     start: int
@@ -72,7 +72,7 @@ class IdleSpan(NamedTuple):
 
 
 def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, list[IdleSpan]]:
-    """Return the idle spans of each lane, in order of time; `waits` has the last wait of each task."""
+    """Return the idle spans of each lane, in order of time; `waits` tells what each recorded task waited for last."""
     spans: dict[LaneName, list[IdleSpan]] = {lane: [] for lane in recording.lanes}
     free = dict.fromkeys(recording.lanes, recording.start)
     for index, each in enumerate(recording.slices):

@@ -17,12 +17,11 @@ LONGEST_SPANS = 5
 
 
 class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle seconds of a lane, summed by their cause and by the verb and lane of the tasks that they are due to.
+    """Idle seconds of a lane that have one cause, and are due to tasks of one verb on one lane.
 
     Attributes:
-        kind, lane: verb of these tasks, and title of their lane. They are the tasks that ran while the idle lane waited
-            for them. With the cause "policy" or "host" they are the tasks that started after the wait. Both texts are
-            empty with the cause "finished".
+        kind, lane: verb of these tasks, and title of their lane. The idle lane waited while these tasks ran. With the
+            cause "policy" or "host", the tasks started after the wait. Both texts are empty with the cause "finished".
         seconds: sum of the idle seconds.
     """
 
@@ -38,8 +37,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         start: seconds since the start of the recording.
         cause: cause of the span's longest part.
-        waited_for: the task that had to end before the next task could start; empty if there is none.
-        before: the task that started at the end of the span.
+        waited_for: label and step of the task that had to end before the next one could start; empty if there is none.
+        before: label and step of the task that started at the end of the span.
     """
 
     start: float
@@ -54,7 +53,8 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         alone_seconds: time in which this lane was busy and no other was.
-        launching_seconds: busy time in which the host still launched the task's kernels; 0 if not a GPU stream.
+        launching_seconds: busy time in which the host was still launching kernels of the running task; 0 unless the
+            lane is a GPU stream.
         causes: idle time by cause, largest first; the causes add up to all idle time.
         longest: the longest idle spans, longest first, without the span after the lane's last task.
     """

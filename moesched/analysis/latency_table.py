@@ -23,7 +23,7 @@ What = Literal["weight copy", "activation copy", "accelerator", "host"]
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Predicted seconds of a workload: a copy, or an expert that computes `tokens` tokens (0 for copies of weights)."""
+    """Predicted seconds, with a label `name`, to copy or compute `tokens` tokens, or to copy weights (0 tokens)."""
 
     name: str
     what: What

@@ -1,4 +1,4 @@
-"""Holds the usual error of our predicted prefill times, from comparisons with published ones (docs/validation.md)."""
+"""Holds the median and the spread of errors of predicted prefill times against published ones (docs/validation.md)."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ each picks its next task, the classes of transfers, and the tasks that the polic
 Start times are computed anew, and by default no time passes between a task and the tasks that wait for it. If a
 replay is shorter than the recorded run, the difference is time that passed between tasks.
 
-Transfers of the idle class run only when their lane has nothing else to do. In a replay, a lane may be free at other
-times than in the recorded run, also because cancelled transfers were not recorded. An idle-class transfer could then
-run later than other tasks which it preceded in the recorded run. To prevent this, tasks wait for the idle-class
-transfers that were submitted before them and started before them on their lane.
+Transfers of the idle class run only when their lane has nothing else to do. In a replay, a lane is free at other times
+than in the recorded run; one reason is that a recording has no cancelled transfers. An idle-class transfer could then
+run after tasks that it preceded in the recorded run. To prevent this, a task waits for the idle-class transfers that
+were submitted before it and started before it on its lane.
 
 With `handovers`, the mean times between tasks are included (see `moesched.analysis.handovers`).
 """
@@ -203,7 +203,7 @@ def timed_work(task: TaskInfo, nanoseconds: int, lead: int = 0) -> Work:
     """Return the `Work` of a task with a fixed duration, which other tasks do not slow down.
 
     Args:
-        lead: nanoseconds before the task starts, in addition to `nanoseconds`.
+        lead: nanoseconds for which the task holds its lane before it starts; they are added to `nanoseconds`.
     """
     return _timed(task.kind, task.resource, nanoseconds, lead)
 

@@ -52,9 +52,9 @@ class RooflineReport(msgspec.Struct, frozen=True, kw_only=True):
         micro_batch_size: requests per FFN kernel.
         attention: one computation for each dtype of the KV cache.
         ffn: one computation for each batch size, ascending.
-        upper_ffn: bound of the FFN of a micro-batch whose weights are on the upper level (Eq. 8).
-        batch_at_first_turning_point: the smallest batch for which fetching the FFN's weights pays; None if there is
-            none.
+        upper_ffn: bound in FLOP/s of a micro-batch's FFN, with its weights in the upper memory (Eq. 8).
+        batch_at_first_turning_point: the smallest batch for which fetching the FFN's weights can be faster than
+            computing on the lower level; None if there is none.
         batch_at_second_turning_point: the smallest batch for which the link no longer bounds the FFN; None if there is
             none.
         split: division of a layer's work between the levels, for the largest batch: the lower level computes attention

@@ -66,10 +66,10 @@ EXAMPLES = ", ".join(f'"{kind.example}"' for kind in KINDS.values()) + f' or "{N
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a run.
+    """One change of a run, or several that are made together.
 
     Attributes:
-        factors: FACTOR of each change, by the WORD of its kind and by its NAME.
+        factors: FACTORs by WORD and NAME (see `Kind`).
         handovers: True to replay with the recorded mean times between tasks, False with no time between tasks.
     """
 

@@ -45,9 +45,11 @@ class Window(NamedTuple):
 
 
 class Block(msgspec.Struct):
-    """A task, or several narrow tasks of one family, with times in nanoseconds since the window's start.
+    """A task, or several narrow tasks of one lane, with times in nanoseconds since the window's start.
 
     Attributes:
+        family: kind of work, which sets the block's colour.
+        critical: whether the block is on the critical path.
         task: the task; None if the block is several tasks.
     """
 
@@ -142,7 +144,9 @@ def _bounds(option: str, text: str, known: Collection[int]) -> tuple[int, int]:
 
 
 def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
-    """Return the number of the first typical decode step; of the last step if no whole decode step was recorded.
+    """Return the number of the first decode step whose duration is near the median (see `TYPICAL`).
+
+    If there is none, return that of the first whole decode step, or else of the last step.
 
     Args:
         times: the times of each step, by the step's number.
@@ -171,7 +175,8 @@ def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
     """Return the window of some layers within step `step`, from the first to the last kernel of these layers.
 
     Args:
-        of: the window of the chosen steps, which gives its name to the result.
+        of: the window of the chosen steps. Its name, such as "decode step 3", is made part of the name of the result:
+            "layers 2 to 4 of decode step 3".
         text: the layers, such as "2:4".
     """
     kernels = [
@@ -237,10 +242,10 @@ def _blocks(
 
 
 def merged(blocks: Sequence[Block], least: float) -> list[Block]:
-    """Merge neighbouring blocks that are shorter, and less far apart, than `least` nanoseconds.
+    """Merge neighbouring blocks that are shorter than `least` nanoseconds, with gaps shorter than that, too.
 
-    A merged block lasts at most twice `least`. It has the family that covers most of its time, and is on the critical
-    path if most of its time is.
+    A merged block lasts less than twice `least`. Its `family` and `critical` are, as a pair, those that cover most
+    of its time.
     """
     result: list[Block] = []
     piece: list[Block] = []

@@ -1,7 +1,8 @@
 """Replays a recorded run with a change: faster links, other kernels, or no time between tasks.
 
-The graph stays as it was recorded. A policy that decides by awaited results might decide otherwise after the change;
-the answer then says that its recorded decisions were kept. With `simulate --machine-set` the policy decides anew.
+The task graph stays as it was recorded. A policy that awaits results, such as a router's choices, might decide
+otherwise after the change; `WhatIf.decisions_unchanged` then says that its recorded decisions were kept. With
+`simulate --machine-set` the policy decides anew.
 
 A predicted run's trace has the cost of each task: its time when it runs alone, the fixed part of this time, and the
 task's shares of processors, memories and links. A change applies to these costs, and the virtual clock shares resources
@@ -36,8 +37,8 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         change: the change as the user wrote it.
-        seconds: duration of the recorded run, scaled by the duration of its replay with the change over that of its
-            replay without the change. All durations are without loading.
+        seconds: duration of the recorded run, times a ratio: the duration of a replay with the change over the
+            duration of a replay without it. All durations are without loading.
         speedup: duration of the recorded run, without loading, over `seconds`.
         decisions_unchanged: True if the policy awaited results within its steps. After the change it might then decide
             otherwise, but the replay kept its recorded decisions.

@@ -114,8 +114,8 @@ def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine
     Args:
         file: the file to write; by default the one that `--machine auto` reads.
         device: name of the GPU's device, such as "cuda"; empty without a GPU.
-        measure: returns the measured machine, given a new folder for temporary files, which is removed in the end. It
-            is inside moesched's cache folder, since the system's own folder for temporary files may be in memory.
+        measure: a function from a folder for temporary files to the measured machine. The folder is removed in the end;
+            it is in moesched's cache folder, since the system's own folder for temporary files may be in memory.
 
     Raises:
         BadInput: the file, or the folder and its files, cannot be written. If writing fails only after `measure` has
@@ -176,7 +176,7 @@ class Calibration:
     def _steps(self) -> Iterator[Step]:
         """Yield the steps of all measurements, one round after the other.
 
-        Each operation is thus measured at several times, and its median includes slow changes of the machine's speed.
+        Each operation is thus measured at several times, so that slow changes of the machine's speed enter its median.
         """
         extent = self._extent
         rounds = extent.operations.rounds
@@ -239,8 +239,8 @@ def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Cont
     Each entry has the median speed over several runs.
 
     Args:
-        rates: by (class of the slowed work, classes that run beside it), the speeds of the slowed work in the runs,
-            relative to running alone.
+        rates: speeds of the slowed work in several runs, relative to running alone. The keys are pairs: the class of
+            the slowed work, and the classes that ran beside it, joined by " + ".
     """
     return [
         Contention(work=work_class, beside=other, rate=rounded(median(found)))

@@ -42,13 +42,13 @@ class Observed(NamedTuple):
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
     """Return the speeds of tasks of one class beside other tasks, relative to running alone, by mix of the other tasks.
 
-    A task that ran beside one mix gives an equation: took - beside + beside * speed = alone (see `Observed`). If it ran
-    beside several mixes, `beside` and `beside * speed` are sums over them. The speeds solve the equations of all tasks
-    by least squares (ridge regression). Each equation is weighted by 1 / beside. With a single mix, the predicted times
-    then add up to the measured ones.
+    A task that ran b seconds beside one mix gives an equation: took - b + b * speed = alone (see `Observed`). If there
+    were several mixes, b and b * speed are sums over the mixes. The speeds solve the equations of all tasks by least
+    squares (ridge regression). Each equation is weighted by 1 / b. With a single mix, the predicted times then add up
+    to the measured ones.
 
     Speeds are from `LEAST_RATE` to 1. Tasks that ran mostly alone do not count. Nor do tasks that took far longer than
-    usual, since another thread probably used their core.
+    usual: each of them probably shared its core with another thread.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
     if not overlapping:

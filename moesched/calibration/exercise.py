@@ -143,8 +143,8 @@ class Exercise:
     def _sample(self, step: Step, i: int, j: int) -> None:
         """Submit `sample` for micro-batch j if layer i is the last.
 
-        `sample` then reads the LM head from memory, since the last layer's weights have displaced the head from the
-        processor's caches.
+        `sample` comes right after the layer, whose weights have displaced the LM head from the processor's caches. It
+        thus reads the head from memory.
         """
         if i == step.layers[-1]:
             self.last = step.sample(j)

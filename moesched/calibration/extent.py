@@ -17,7 +17,8 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rounds: number of times that each operation is measured; the median counts.
         seconds: time to spend on each operation in each round.
-        rows, matrices: numbers of rows, and matrices (outputs, inputs), of matrix products.
+        rows: numbers of rows in matrix products.
+        matrices: (outputs, inputs) of the matrices in these products.
         copies, reads: bytes of each copy and of each read from the disk.
         pieces: numbers of reads in one transfer.
         stream: bytes of a pass over memory.
@@ -41,8 +42,8 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         groups: for each micro-batch the lengths of its prompts, in tokens.
         host_attended: indices in `groups` of micro-batches whose attention runs on the host in some runs.
-        long: for each further micro-batch, run by the smallest model only, the lengths of its prompts. Each length
-            occurs several times, as the first prompt of a length is slower: its memory is new to the process.
+        long: further micro-batches in the form of `groups`, which only the smallest model runs. Each length occurs
+            several times, as the first prompt of a length is slower: its memory is new to the process.
     """
 
     groups: tuple[tuple[int, ...], ...]

@@ -109,7 +109,7 @@ class GpuExercise:
             step.evict(pages, self.staging)
 
     def _attend(self, step: Step, i: int, j: int, *, on_gpu: bool) -> Task:
-        """Submit the attention of layer i for micro-batch j, and its copies; return the last task.
+        """Submit the attention of layer i for micro-batch j, and the copies that attention needs; return the last task.
 
         Args:
             on_gpu: whether attention runs on the GPU even if the KV cache is on the host.

@@ -57,8 +57,8 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         groups: prompt lengths of three micro-batches: a single sequence, many sequences, and many long sequences. Each
             micro-batch occurs twice in a run, with its KV cache on the GPU and on the host.
         steps: steps of each run of the model, prefill included.
-        staging: bytes of page-locked memory in runs whose pages are staged; this memory also holds the rows of prompts
-            for experts on the host.
+        staging: bytes of page-locked memory in runs whose pages are staged. This memory also has room for the hidden
+            states of a prefill, as input of experts on the host.
     """
 
     rounds: int = 5

@@ -92,7 +92,7 @@ def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> 
 
 
 def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with rates and costs of products, from operations of `extent` timed alone and in pairs."""
+    """Return the machine with its rates, and with the costs of products, from operations timed alone and in pairs."""
     operations, pairs = list(extent.operations()), list(extent.pairs())
     times: dict[Operation, list[float]] = {each: [] for each in operations}
     together: dict[tuple[Copy, Copy], list[float]] = {each: [] for each in pairs}
@@ -119,7 +119,7 @@ def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callab
     """Return the machine with dispatch times, rate of host attention and speeds beside copies, from runs on `probe`.
 
     Args:
-        rated: the machine with rates and costs of products.
+        rated: the machine with its rates, and with the costs of products.
         tell: called after each measurement.
     """
     key, found = RunKey(extent.model, probe.half, 0), GpuTasks()

@@ -55,7 +55,7 @@ class GpuTasks:
         self._alone = TaskTimes()
 
     def add(self, run: RunKey, tasks: Sequence[Task]) -> None:
-        """Add the tasks of the run `run`, in which no page was copied while other tasks ran."""
+        """Add the tasks of a run in which no page was copied while other tasks ran."""
         alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
@@ -65,17 +65,17 @@ class GpuTasks:
         self._alone.add(run, [task for task in tasks if _is_timed_beside(task)])
 
     def add_beside(self, run: RunKey, tasks: Sequence[Task]) -> None:
-        """Add the tasks of the run `run`, in which pages were copied while other tasks ran."""
+        """Add the tasks of a run in which pages were copied while other tasks ran."""
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
         for work_class, observed in self._alone.observed(run, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]
             self._beside.setdefault((_page_locked(work_class), stages), []).extend(renamed)
 
     def rates(self) -> dict[tuple[str, str], float]:
-        """Return speeds of the host's work and of copies beside other work, by (class of work, classes beside it).
+        """Return speeds of the host's work beside other work, and of copies beside the host's work.
 
-        The speeds are relative to running alone. Runs with staging add only the speeds that other runs cannot show:
-        those beside copies into staging slots.
+        The keys are (class of work, classes beside it). The speeds are relative to running alone. Runs with staging add
+        only the speeds that other runs cannot show: those beside copies into staging slots.
         """
         rates: dict[tuple[str, str], float] = {}
         for (work_class, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
@@ -107,8 +107,8 @@ class GpuTasks:
     def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
         """Return dispatch times as points of the cost table.
 
-        For each key `Alike`, the time is the median over the tasks of a run, then over the runs. If several keys belong
-        to one point, as those of two micro-batches may, the shortest time counts: the others include a wait.
+        For each key `Alike`, the time is the median over the tasks of a run, then over the runs. Several keys may
+        belong to one point, such as those of two micro-batches. Their shortest time counts: the others include a wait.
 
         Args:
             running: returns the seconds that a given `Work`, of the host or of a link, takes once it has started.
@@ -181,7 +181,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(work_class: str) -> str:
-    """Return the name of a class of work; copies from page-locked memory to the GPU are called "host->gpu", too."""
+    """Return the name of a class of work; "host->gpu" for copies from page-locked memory to the GPU."""
     return f"{HOST}->{GPU}" if work_class == f"{PINNED}->{GPU}" else work_class
 
 

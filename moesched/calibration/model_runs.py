@@ -139,9 +139,9 @@ def run_exercise(
 def _counts(mode: Mode, work_class: str, beside: str) -> bool:
     """Test whether runs in a mode are used to measure the speed of a class of work beside other classes.
 
-    Products beside reads from the disk count in STREAMING mode, but not in ATTENDING mode. Reads slow most the products
-    that have just waited for their weights, and only in STREAMING mode do products wait for weights. Neither attention
-    nor work beside attention counts in SHARING mode, where attention runs beside little.
+    In ATTENDING mode, products beside reads from the disk do not count, since they count in STREAMING mode. There they
+    have just waited for their weights, and reads then slow products most. In SHARING mode, attention and work beside
+    attention do not count, since little runs beside attention.
     """
     if mode is Mode.ATTENDING:
         return not (work_class in (FEW_ROWS, MANY_ROWS) and beside == DISK)

@@ -34,11 +34,11 @@ SCRATCH_BLOCK = 16 << 20
 
 
 class DeviceProbe(Protocol):
-    """Interface of a device whose operations are timed: most methods return an operation as a function to call.
+    """Interface of a device whose operations are timed. A `Call` is a function that runs one operation.
 
-    `ready` returns a context in which operations are called. `packs` tells whether the device rearranges (packs)
-    resident weights of a dtype for its kernels. `product` returns a function that takes a number of rows, and returns
-    the product with these rows as a function to call.
+    `read`, `stream` and `copy` return the call of an operation. `product` returns a function from a number of rows to
+    the call of a product. `ready` returns a context in which calls are made. `packs` tells whether the device
+    rearranges (packs) resident weights of a dtype for its kernels.
     """
 
     def ready(self) -> AbstractContextManager[object]: ...

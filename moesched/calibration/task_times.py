@@ -30,7 +30,7 @@ class Group(NamedTuple):
     Attributes:
         batch: index of the batch of prompts.
         resident: whether the weights stay in memory.
-        number: index of the micro-batch; for an expert, roughly its number of tokens.
+        number: index of the micro-batch; for an expert, the number of tokens that it computes, coarsely rounded.
     """
 
     model: str
@@ -83,8 +83,7 @@ class TaskTimes:
     def add(self, run: RunKey, tasks: Iterable[Task]) -> None:
         """Add a run whose tasks ran one by one: their times are the times of tasks alone.
 
-        The times of fetches are also kept as those of page transfers, unless the fetches convert weights to another
-        dtype.
+        `longer_than` also uses the times of fetches, unless the fetches convert weights to another dtype.
         """
         for task in tasks:
             self._alone.setdefault(_key(run, task), []).append(_seconds(task))
@@ -113,7 +112,7 @@ class TaskTimes:
     def _add_means(self, run: RunKey, tasks: Iterable[Task], *, resident: bool) -> None:
         """Add the mean seconds of each group of tasks of a run.
 
-        A group's first task, which binds kernels for the others, is left out.
+        A group's first task, which chooses kernels for the others, counts only if there are no others.
 
         Args:
             resident: whether all weights stay in memory.
@@ -203,7 +202,7 @@ class TaskTimes:
         The keys are pairs: the class of the task's work, and the classes of the work beside it.
 
         Args:
-            fresh: whether speeds are relative to tasks alone whose weights were just fetched (see `observed`).
+            fresh: whether each task is compared with one that ran alone after a fetch of its weights (see `observed`).
         """
         return {
             (work_class, others): rate

@@ -68,7 +68,7 @@ def add_commands(app: App, commands: Mapping[str, Sequence[Callable[..., Any]]],
 
     Args:
         commands: functions that were declared with `command`, by their heading in `moesched --help`.
-        called: name of the only command to add, which saves time; None or the name of no command adds all.
+        called: name of the only command to add, which saves time. With None or an unknown name, all are added.
     """
     by_heading = [(heading, each) for heading, functions in commands.items() for each in functions]
     wanted = [(heading, each) for heading, each in by_heading if called == _COMMANDS[each].name] or by_heading
@@ -99,7 +99,7 @@ def _usage(name: str, function: Callable[..., Any]) -> str:
 
 
 def _argument(each: Described) -> str:
-    """Return an argument without a flag, in the form in which the usage line shows it."""
+    """Return a positional argument in the form in which the usage line shows it, such as "[B...]"."""
     if get_origin(each.kind) is tuple:
         return f"[{each.flag}...]"
     return each.flag if each.default is MISSING else f"[{each.flag}]"
@@ -238,7 +238,7 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
     """Parse arguments such as "ahead=3" into a table of values by key.
 
     Args:
-        each: the option; the values stay texts unless the option takes values of any type.
+        each: the option. If it takes values of any type, "3" becomes the number 3; otherwise values stay texts.
 
     Raises:
         BadInput: a text has no key, or a key comes twice.

@@ -48,9 +48,9 @@ def explain(
 ) -> None:
     """Explain where the time of a run went, measured or predicted, from its trace.
 
-    First the bottleneck: the part of the critical path whose relief would shorten the run most. That path is the chain
-    of tasks that determined the end of the run. Then each lane: how long it was busy, and what it waited for while it
-    was idle. Then the critical path, the longest idle spans, the pools, and the time between tasks.
+    First the bottleneck: the lane or cause on the critical path that costs the run most time. The critical path is the
+    chain of tasks that determined the end of the run. Then each lane: how long it was busy, and what it waited for
+    while it was idle. Then the critical path, the longest idle spans, the pools, and the time between tasks.
 
     Causes of idle time: data (a task computed or moved what the next one reads), lane (another task of the same lane
     ran), budget (no room: the pages to overwrite were in use), router (the policy awaited the choice of experts), rank

@@ -144,7 +144,7 @@ def _refused_arguments(error: BaseException, having: Callable[[str], Sequence[st
 
 
 def _place_of_bad_value(error: BaseException) -> str:
-    """Return the name of a refused argument without a flag; empty if the message of cyclopts names the argument."""
+    """Return the name of a positional argument with a refused value; empty if the message of `error` needs no name."""
     if not isinstance(error, CoercionError) or error.msg is None or error.argument is None:
         return ""
     return "" if error.token is None or error.token.keyword else error.argument.name
@@ -155,7 +155,7 @@ def _asks_for_several_servers(error: UnknownOptionError) -> bool:
 
 
 def _same_option(error: UnknownOptionError) -> str | None:
-    """Return a hint if the user gave an option by the name that another command has for it; None otherwise."""
+    """Return a hint if the user gave an option under its name in another command; None otherwise."""
     given, _, _ = (error.token.keyword or error.token.value).partition("=")
     own = {name for argument in error.argument_collection for name in argument.names}
     for names in SAME_OPTIONS:

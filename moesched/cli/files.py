@@ -42,7 +42,7 @@ def require_safe_outputs(written: Sequence[Output], named: Iterable[str]) -> Non
 
     Args:
         written: the output files.
-        named: values of the other options; those that are no paths are harmless.
+        named: values of the other options, whether they are paths or not.
 
     Raises:
         BadInput: an output cannot be written, is an input, is in a model's folder, or is standard output.

@@ -23,10 +23,10 @@ def latencies(given: LatencyOptions, out: options.Picture = None, json: options.
     """Show what moving and computing an expert cost, by number of tokens.
 
     The figures are the times of the transfer of an expert's weights and inputs, and of its computation on each
-    processor (Twiddler, Appendix A and Fig. 7). Policies decide by them where an expert runs.
+    processor (Twiddler, Appendix A and Fig. 7). Policies use such times to decide where an expert runs.
 
-    They are measurements of `moesched calibrate` if the machine has them, else estimates from its profile. --out draws
-    them, and needs matplotlib: pip install 'moesched[plots]'.
+    The times follow from the costs that `moesched calibrate` measured, or else from the rates in the machine's profile.
+    --out draws them as bars, and needs matplotlib: pip install 'moesched[plots]'.
     """
     from moesched.analysis.latency_picture import draw_latencies
     from moesched.analysis.latency_table import latencies_of

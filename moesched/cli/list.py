@@ -44,8 +44,8 @@ def list_kind(
 ) -> None:
     """List what there is to choose from: policies, models, machines, networks, workloads and more.
 
-    Plug-ins of other packages are included. Those that cannot load are listed with the reason. If several kernels take
-    the same case of an operation, the one that is listed first computes it.
+    Plug-ins of other packages are included. Those that cannot load are listed with the reason. If several kernels of an
+    operation fit its inputs, the one that is listed first computes it.
     """
     wanted, listing = containing.lower(), LISTINGS[kind]
     with Bar(f"looking at {kind}"):  # devices and kernels load their libraries
@@ -88,7 +88,7 @@ def _plugins(kind: Any) -> list[Entry]:
 
 
 def _kernels() -> list[Entry]:
-    """Return an entry per kernel: operation, devices, cases that it takes, and the reason if it takes none here."""
+    """Return an entry per kernel: operation, devices, cases that it computes, and the reason if it cannot run here."""
     from moesched import plugins
     from moesched.seams import KernelRow, ListsKernels
 

@@ -93,9 +93,9 @@ def say_band(
 
     Args:
         band: low, middle and high value by the name of a figure; None for no bands.
-        widest_rate: words for the machine's rate whose uncertainty widens the band most; None for no line.
-        at_peak: figures predicted with the machine's stated rates, taken to be sustained in full; None if its costs
-            were measured.
+        widest_rate: name of the least certain of the machine's rates, which widens the band most; None for no line.
+        at_peak: figures predicted without estimated losses, at the rates that the machine's profile states; None if
+            the machine's costs were measured.
     """
     if band is None:
         return
@@ -116,7 +116,7 @@ def planners_choice(rate: float | None, where: str = "") -> str:
 
     Args:
         rate: predicted tokens per second; None if the user named the policy.
-        where: text after the rate, on the requests for which it holds; begins with a space unless empty.
+        where: further words after the rate, such as " with 8 requests at once"; begins with a space unless empty.
     """
     if rate is None:
         return ""
@@ -156,7 +156,7 @@ class Bar:
 
         Args:
             done: amount that is done.
-            total: amount in total; None leaves the total as it is, or unknown for a new activity.
+            total: amount in total; None keeps the last total or, if `what` names a new activity, means unknown.
             what: words for the activity; None keeps the words.
         """
         other = what is not None and plain_text(what) != self._what

@@ -55,16 +55,17 @@ SPARE = ("brings", "10 % more of", "micro-batch", "busiest lane")
 
 @command(EPILOGUE)
 def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) -> None:
-    """Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.
+    """Find the best policy and batch sizes for a model on a machine, how fast that is, and why other policies lose.
 
-    All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes (MoE-Lightning,
+    All policies that one machine can run are ranked, installed plug-ins too. A search over batch sizes (MoE-Lightning,
     section 4.2) gives an upper bound on the throughput of each policy. Schedules are then simulated on the virtual
-    clock: all layers of the best policies, and of others if that is quick. Of the rest only a few layers are simulated;
-    their figures are marked as estimates, and listed below the ranking. Neither the weights nor the machine are needed.
+    clock: with all layers for the best policies, and for other policies if that is quick; with only a few layers for
+    the rest. Figures from a few layers are marked as estimates, and listed below the ranking. Neither the weights nor
+    the machine are needed.
 
-    --for throughput maximises generated tokens per second of a batch, prefill included. The others are for one request
-    of the workload's average length: --for latency minimises the time of a decode step, and --for interactive the time
-    of the whole answer, from the prompt's first layer to the last token.
+    --for throughput maximises generated tokens per second of a batch, prefill included. --for latency and --for
+    interactive plan for one request of the workload's average length: the first minimises the time of a decode step,
+    the second the time of the whole answer, from the prompt's first layer to the last token.
 
     With --nodes: the least time of a token on several machines (Eq. 1 of the Apple silicon cluster paper), the
     placement of experts, and whether to split experts or attention instead. This needs no workload.

@@ -68,7 +68,7 @@ def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
     """Print the changes that would save the most time, each with its gain and the command that simulates it.
 
     Args:
-        trace: path of the run's trace, for the commands; None for a placeholder.
+        trace: path of the run's trace, for the commands; with None, the commands have the word TRACE instead.
     """
     if not helps:
         return
@@ -144,7 +144,7 @@ def _rates(report: JobReport) -> dict[str, str]:
 
 
 def _new_tokens(report: JobReport) -> str:
-    """Return the number of new tokens per request as text; if some ended early, the sum over all requests."""
+    """Return the number of new tokens as text: for each request or, if some requests ended early, for all together."""
     most, tokens = report.plan.new_tokens, report.tokens
     if tokens is None or all(len(each) == most for each in tokens):
         return counted(most, "new token")
@@ -153,7 +153,7 @@ def _new_tokens(report: JobReport) -> str:
 
 
 def _repeated(report: JobReport) -> str:
-    """Return a sentence on the steps of a prediction that were not simulated; empty if all were."""
+    """Return a sentence on the predicted steps that repeat the last simulated one; empty if all were simulated."""
     simulated, steps = report.simulated_steps, len(report.step_seconds)
     if simulated is None or simulated >= steps:
         return ""
@@ -163,7 +163,7 @@ def _repeated(report: JobReport) -> str:
 
 
 def _cores(cores: Mapping[str, int]) -> str:
-    """Return a sentence on the host's threads: those for kernels and for copies, and the cores left to issuing tasks.
+    """Return a sentence on the use of the host's cores: for kernels, for copies of weights, and for issuing tasks.
 
     Args:
         cores: number of cores for "kernels", "copies" and "issuing".

@@ -21,7 +21,7 @@ def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path |
     Args:
         job: runs the job, and returns its report.
         given: options for the report.
-        trace: path of the run's trace, which is printed at the end; None if none is written.
+        trace: path of the run's trace, for the printed text; None if no trace is written.
 
     Raises:
         BadInput: the job cannot run, or the report or the trace cannot be written.

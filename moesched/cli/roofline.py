@@ -26,11 +26,10 @@ EPILOGUE = """Examples:
 
 @command(EPILOGUE)
 def roofline(given: RooflineOptions, out: options.Picture = None, json: options.Json = False) -> None:
-    """Show the bottlenecks of a model's attention and experts on a machine, by MoE-Lightning's Hierarchical Roofline
-    Model.
+    """Show the bottlenecks of attention and experts on a machine, by MoE-Lightning's Hierarchical Roofline Model.
 
     Gives the batch size from which fetching weights pays, and the size from which the link is no longer the bottleneck.
-    --out draws the model, and needs matplotlib: pip install 'moesched[plots]'.
+    --out draws the rooflines, and needs matplotlib: pip install 'moesched[plots]'.
     """
     from moesched.analysis.roofline import roofline_of
     from moesched.analysis.roofline_picture import draw_roofline
@@ -48,7 +47,7 @@ def roofline(given: RooflineOptions, out: options.Picture = None, json: options.
 
 
 def print_roofline(report: RooflineReport) -> None:
-    """Print the levels, the computations with their bottlenecks, and the time of one layer."""
+    """Print the rates of the two memory levels, the bottleneck of each computation, and the time of one layer."""
     say(f"\n{report.model} ({report.dtype}) on {report.machine}, one layer of a decode step\n")
     print_table(["", "compute", "memory or link", "ridge, FLOP/byte"], list(_levels(report)), figures=3)
     say()
@@ -77,7 +76,7 @@ def _levels(report: RooflineReport) -> Iterator[list[str]]:
 
 
 def _rates(each: Computation) -> list[str]:
-    """Return a computation's rate and bottleneck on fetched data, then in place ("-" if nothing computes there)."""
+    """Return a computation's rate and bottleneck on the upper level, then on the lower ("-" without a processor)."""
     here = ["-", "-"]
     if each.in_place is not None:
         here = [format_flops(each.in_place.performance), each.in_place.by]
@@ -85,7 +84,7 @@ def _rates(each: Computation) -> list[str]:
 
 
 def _points(each: Computation) -> list[str]:
-    """Return a computation's operational intensities, its turning and balance points, and the better level."""
+    """Return a computation's operational intensities, turning and balance points, and the level that is faster."""
     points = (each.first_turning_point, each.second_turning_point, each.balance_point)
     return [*map(_figure, (each.intensity.upper, each.intensity.lower, *points)), each.better]
 

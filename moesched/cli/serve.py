@@ -84,7 +84,7 @@ def chosen(ready: Ready) -> str:
 
 
 def lacks(notes: Notes) -> list[str]:
-    """Return what the model lacks for users, a tokenizer or a chat template, as lines to print."""
+    """Return the lines to print if the model has no tokenizer or no chat template; empty if it has both."""
     if not notes.has_tokenizer:
         return ["the model has no tokenizer: prompts and answers are the ids of tokens"]
     if not notes.has_template:

@@ -46,7 +46,7 @@ EPILOGUE = """Examples:
 
 @command(EPILOGUE)
 def simulate(given: SimulationOptions, arriving: ArrivalsOptions, shown: options.ReportArguments) -> int:
-    """Predict a run on any machine with a virtual clock; needs neither weights nor a GPU.
+    """Predict, on a virtual clock, a run on any machine; needs neither weights nor a GPU.
 
     Simulates one full batch of the workload, or --requests N in successive batches, from loading to the last token. A
     prompts file is simulated as a whole.
@@ -108,7 +108,7 @@ def _simulate_arrivals(
 
 
 def print_service(report: ServiceReport) -> None:
-    """Print the report: model and policy, times of requests, rates, requests at once, and use of the KV cache."""
+    """Print the report: model, policy, requests' times, rates, numbers of running and waiting requests, KV cache."""
     word = "measured" if report.measured else "predicted"
     capacity = report.capacity
     place = report.machine if report.nodes == 1 else f"{report.nodes} nodes of {report.machine}"

@@ -79,7 +79,7 @@ def sweep(
     Each point is written as a line of --out as soon as it is done. The same command again runs only points that are
     missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails keeps its
     reason as `failure`, and the sweep goes on. The exit code is 1 if a policy that you named failed at a point, or if
-    all points failed. Other failures of policies that --policy all added leave it at 0.
+    all points failed. It is 0 if some points succeeded, and only policies from --policy all failed.
     """
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep
@@ -118,7 +118,7 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
         asked: the sweep, whose values may name input files.
 
     Raises:
-        BadInput: an output cannot be written or is an input, or another option for outputs cannot be used.
+        BadInput: an output cannot be written or is an input, or --workers, --plot or --parquet cannot be used.
     """
     from moesched.sweeps.parquet import require_parquet
 

@@ -98,10 +98,11 @@ class SweepArguments(Running, Drawing):
         return merged(read_sweep(file) if file else Sweep({}), sweep_of_options({**axes, **prices}))
 
     def picture(self, sweep: Sweep) -> Picture:
-        """Return the axes of a sweep's picture, which --plot draws, from --x, --y and --pareto.
+        """Return the picture that --plot draws: the figures along its two axes, from --x, --y and --pareto.
 
         Raises:
-            BadInput: there is no figure or axis of that name, or the figure is dollars and no price is given.
+            BadInput: a name is no figure (--x may also name an axis of the sweep), or dollars are asked for without
+                prices.
         """
         from moesched.sweeps.figures import require_figure
         from moesched.sweeps.plots import Picture, default_x

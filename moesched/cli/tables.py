@@ -52,7 +52,7 @@ def print_table(
     Args:
         columns: titles of the columns.
         rows: cells of each row.
-        figures: number of columns, the last ones, that hold numbers and are aligned to the right.
+        figures: number of the last columns whose cells are numbers; these columns are aligned to the right.
         spare: titles of columns that are left out on a narrow terminal, beginning with the first of these.
     """
     width = columns_of_terminal() or WIDE
@@ -110,9 +110,10 @@ def _print_columns(table: Sequence[_Column], width: int) -> None:
 
 
 def _stacked(table: Sequence[_Column], width: int) -> Iterator[str]:
-    """Yield the lines of a table that is too wide for columns: one line for each cell, after the title of its column.
+    """Yield the lines of a table that is too wide for columns: for each row a line with its name, and one per cell.
 
-    The cells of the first column, and of others without a title, come first. Lines are wrapped at `width` characters.
+    A row's name is its cells in the first column and in columns without a title. Each other cell has the title of its
+    column before it, unless the cell is empty: then its line is left out. Lines are wrapped at `width` characters.
     """
     first, *rest = table
     others = [column for column in rest if column.title]

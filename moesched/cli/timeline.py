@@ -58,11 +58,11 @@ def timeline(
 ) -> None:
     """Draw a window of runs, measured or predicted, as a picture.
 
-    Lanes are rows, tasks have the colour of their family, and the critical path is outlined. Several runs are drawn one
-    below the other, with equal scale of time; each window starts at zero.
+    Lanes are rows, tasks are coloured by family (attention, experts, weights and so on), and the critical path is
+    outlined. Several runs are drawn one below the other, with equal scale of time; each window starts at zero.
 
-    By default it draws the first decode step whose time is within 10% of the median, and says which. Tasks are labelled
-    if the name fits, so choose a few layers to read names; tasks too narrow to see are merged. It needs matplotlib:
+    By default it draws the first decode step whose time is within 10% of the median, and says which. A task has a label
+    if its name fits; with fewer --layers, more names fit. Tasks too narrow to see are merged. It needs matplotlib:
     pip install 'moesched[plots]'.
     """
     from moesched.analysis.timeline import choose_window, timeline_of

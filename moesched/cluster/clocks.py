@@ -65,7 +65,7 @@ class ClockMeter:
             self._windows[-1] = (clock, measured)
 
     def ahead_at(self, clock: int) -> int:
-        """Return the nanoseconds by which the other clock is ahead when it shows `clock`; 0 if nothing was measured."""
+        """Return the nanoseconds by which the other clock is ahead when it shows `clock` ns; 0 if none is measured."""
         windows = self._windows
         if not windows:
             return 0

@@ -59,7 +59,7 @@ class Control:
         known: names of the nodes by public key; peers with other keys are refused and logged.
 
     Attributes:
-        refused: addresses of the first refused peers, in order.
+        refused: addresses of the peers refused so far, the earliest first; only the first `LOGGED` are kept.
 
     Raises:
         BadInput: the address is not this machine's, or the port is in use.
@@ -109,7 +109,7 @@ class Control:
                 yield heard
 
     def has_ended(self, peer: Peer | None) -> bool:
-        """Test whether a connection has ended, but has not been returned by `gone` yet."""
+        """Test whether a connection has ended, and the next call of `gone` will return it."""
         return peer in self._gone
 
     def gone(self) -> list[Peer]:

@@ -52,8 +52,8 @@ def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a hash of a model's configuration, its tensors' names, shapes, dtypes and places, and its files' sizes.
 
-    Copies of a checkpoint have equal fingerprints in any folder, even if files are absent. Values of weights are not
-    covered: reading them would take as long as loading the model on every node.
+    Copies of a checkpoint have equal fingerprints, wherever they are. A copy may lack files whose headers it has, since
+    these tell the sizes. Values of weights are not covered: reading them would take as long as loading the model.
     """
     tensors = sorted(
         (name, list(stored.shape), stored.format.name, stored.file.name, stored.offset, stored.nbytes)

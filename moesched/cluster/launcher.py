@@ -322,8 +322,8 @@ class Launch:
     def _failed(self, node: Node, message: Failed) -> None:
         """Raise a failed member's error; do nothing if the member failed because the launcher ended the epoch.
 
-        If the member failed because other nodes took no part, first wait up to `NOTICE_SECONDS`; if the launcher itself
-        detects the loss of a node in this time, `Lost` is raised instead.
+        A member that could not reach another node may notice the loss before the launcher does. So its error is
+        raised after `NOTICE_SECONDS`, unless the launcher itself detects the loss by then, and raises `Lost` instead.
         """
         said = f"{node.host}: {message.message}"
         if message.kind == "input":
@@ -339,7 +339,7 @@ class Launch:
 
 
 def smallest(sizes: Sequence[SizeOptions]) -> SizeOptions:
-    """Return batch sizes that fit every node: for each kind of size, the smallest number that a node sent."""
+    """Return batch sizes that fit every node: each size is the smallest that a node sent, if any did."""
 
     def least(values: Sequence[int | None]) -> int | None:
         return min((each for each in values if each is not None), default=None)

@@ -79,7 +79,7 @@ class LocalProcess:
         self.wait()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait up to `timeout` seconds, None for any time, until the process has ended, and return its exit code."""
+        """Wait until the process ends; return its exit code, or raise subprocess.TimeoutExpired after `timeout` s."""
         code = self._child.wait(timeout)
         if self._child.stdin is not None:
             self._child.stdin.close()

@@ -122,7 +122,8 @@ class Prepared(AboutOrder, frozen=True, kw_only=True):
     Attributes:
         port: the port that the node's transport will listen on.
         sizes: the largest batch sizes that fit into the node's memory.
-        placement: the experts that each node holds, as this node's policy places them; equal on all nodes.
+        placement: for each of the order's members, the numbers of the experts that it holds in every layer, as this
+            node's policy places them; equal on all nodes.
     """
 
     port: int
@@ -148,7 +149,7 @@ class Tokens(AboutOrder, frozen=True, kw_only=True):
     Attributes:
         place: index of this message among the `Tokens` messages that the node sends for the order.
         tokens: new tokens by request.
-        ended: requests that end with these tokens, even without a stop token.
+        ended: requests of a beam search, which end with these tokens even if the last one is no stop token.
         seconds: time since the previous tokens.
         waited: the part of `seconds` spent in exchanges.
     """
@@ -233,7 +234,7 @@ class Order(AboutOrder, frozen=True, kw_only=True):
     """The launcher's request to generate tokens for prompts.
 
     Attributes:
-        members: ranks of the nodes that take part, ascending; a node's index in this list is its number in plans.
+        members: ranks of the nodes that take part, ascending; plans number the nodes from 0 in this order.
         first_request: index of the first prompt in the run's prompts.
         prompts: token ids of each prompt, including tokens generated so far.
         new_tokens: the largest number of tokens to generate for each prompt.

@@ -94,7 +94,7 @@ class _Node:
         self._port = 0
 
     def run(self, patience: float) -> None:
-        """Join the run, waiting up to `patience` seconds for the launcher, and carry out orders until it ends."""
+        """Join the run, waiting up to `patience` seconds for the launcher; carry out orders until the run ends."""
         request = JoinRequest(
             protocol=PROTOCOL,
             version=version("moesched"),
@@ -139,7 +139,7 @@ class _Node:
                     return
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Call `act`, which carries out a part of an order; report an error that it raises to the launcher."""
+        """Call `act`, a part of an order. Tell the launcher of an error, and raise all but TransportError again."""
         failed = self._reports.failed
         try:
             act()

@@ -97,7 +97,7 @@ class NodeJob:
         checkpoint: the model's files.
         run: the options that all orders share.
         memory: bytes of the accelerator's memory that the node may use; None for all.
-        on_loading: called with (resident pages loaded, all resident pages).
+        on_loading: called with the number of resident pages loaded so far, and the number of all resident pages.
         on_tokens: called with new tokens by request, and with the requests that end with them.
 
     Raises:
@@ -142,7 +142,9 @@ class NodeJob:
         )
 
     def prepare(self, node_order: NodeOrder) -> tuple[SizeOptions, list[list[int]]]:
-        """Plan an order; return the largest batch sizes that fit (fixed sizes are kept), and each node's experts.
+        """Plan an order; return the largest batch sizes that fit, and for each node the numbers of its experts.
+
+        Sizes that the order fixes are kept, but requests in a batch are at most as many as there are prompts.
 
         Raises:
             BadInput: not even one request fits; the message names the memory and the missing bytes.
@@ -264,8 +266,8 @@ class NodeJob:
     def _candidates(self, node_order: NodeOrder) -> Iterator[SizeOptions]:
         """Yield batch sizes to try, the largest first; sizes that the order fixes are kept.
 
-        Several nodes prefill long prompts of a single micro-batch in two chunks: one chunk is exchanged while the other
-        is computed. The sizes to try then also set the size of these prefill chunks.
+        If several nodes take part and a single micro-batch has long prompts, the prefill chunk is set to half of their
+        tokens: one chunk is exchanged while the other is computed.
         """
         fixed, count = node_order.sizes, len(node_order.prompts)
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:

@@ -17,11 +17,12 @@ Way = Literal["addresses", "rank", "environment"]
 
 
 def way_of(transport: str) -> Way:
-    """Return the way in which a transport's ranks find each other, from the parameters of its constructor.
+    """Return the way in which a transport's ranks find each other, as the parameters of its constructor show it.
 
+    Each way has its parameters:
     "addresses": `(addresses, rank, *, keys, listen, epoch, lost_after_seconds)`; connections are encrypted.
-    "rank": `(rank, ranks)`; the transport finds rank 0 by MASTER_ADDR and MASTER_PORT.
-    "environment": `()`; the program that started the processes has set all that the transport needs.
+    "rank": `(rank, ranks)`; the transport finds rank 0 by the variables MASTER_ADDR and MASTER_PORT.
+    "environment": `()`; the program that started the processes has set all variables that the transport needs.
 
     Raises:
         BadInput: there is no transport of that name, or it does not connect processes.

@@ -126,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """For each rank, a function from a time on the node's clock to the nanoseconds by which that clock is ahead."""
+        """By rank, a function from a time on the node's clock to the lead of that clock over the launcher's, in ns."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property
@@ -220,10 +220,10 @@ class Roster:
     def _why_lost(self, node: Node, now: float) -> str | None:
         """Return the reason why a node counts as lost; None if it does not.
 
-        A node whose process and connection have not ended is lost if it is silent for too long. Once one of the two has
-        ended, the other is awaited for up to `ENDING_SECONDS`: a node's last messages may be unread until its
-        connection ends, and its exit code is unknown until its process ends. A process that cannot be seen is not
-        awaited.
+        While process and connection last, a node is lost if it is silent for too long. Once one of them has ended, the
+        node is lost when the other ends, too, but at the latest after `ENDING_SECONDS`: until the connection ends, last
+        messages may come, and only an ended process has an exit code. If the launcher cannot see the process, the end
+        of the connection alone is enough.
         """
         ended = node.process.poll() is not None
         if not ended and not node.hung_up:
@@ -237,7 +237,7 @@ class Roster:
         return None
 
     def _ended(self, node: Node) -> bool:
-        """Test whether a node's process or connection has ended, as far as is known."""
+        """Test whether the launcher has seen the end of a node's process or of its connection."""
         return node.process.poll() is not None or node.hung_up or self._control.has_ended(node.peer)
 
     def _admit(self, heard: Heard, join: JoinRequest) -> None:

@@ -43,7 +43,7 @@ class TokenLog:
 
         Args:
             fresh: new tokens by the request's index.
-            ended: requests that end with these tokens, even without a stop token.
+            ended: requests of a beam search, which end with these tokens even if the last one is no stop token.
         """
         counted = {request: list(tokens) for request, tokens in fresh.items() if not self.finished(request)}
         for request, tokens in counted.items():
@@ -63,10 +63,11 @@ class TokenLog:
         return sum(map(len, self.tokens))
 
     def remainder(self) -> Remainder | None:
-        """Return the requests to run next: those that have begun, or else all unfinished ones; None if there are none.
+        """Return the requests to run next, as one unbroken range; None if all requests are finished.
 
-        Requests keep their indices, which seed their random numbers. So a finished request between others is run again
-        from its prompt, and its tokens are ignored.
+        The range covers all unfinished requests that have tokens; if there are none, all unfinished requests. It is
+        unbroken because a request's index, which seeds its random numbers, must not change. A finished request in the
+        range is run again from its prompt, and `add` ignores its tokens.
         """
         left = [request for request in range(len(self.tokens)) if not self.finished(request)]
         begun = [request for request in left if self.tokens[request]]

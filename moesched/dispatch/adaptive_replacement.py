@@ -46,12 +46,12 @@ class AdaptiveReplacement:
         return pages[number]
 
     def _learn(self, number: int) -> bool:
-        """Shift room between the two lists of pages, if a page that enters the cache was evicted recently.
+        """Adapt the target sizes of the two lists, if a page that enters the cache is a remembered, evicted one.
 
         number: id of the page.
 
         Returns:
-            Whether the page was evicted recently; it then joins the list of pages used in several steps.
+            Whether the page was remembered; the page then joins the list of pages used in several steps.
         """
         recent, frequent = self._lost
         if number in recent:

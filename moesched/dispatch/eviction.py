@@ -148,8 +148,8 @@ class FrequencyClasses(LowestRank):
     that pages that were popular long ago can be evicted.
 
     Modelled on the expert cache proposed for llama.cpp (pull request 24524 and its forks), which halves its counts
-    every 512 decode steps and admits an expert from its second use on. The pull request says "frequency classes"; that
-    these are powers of two is our reading. A policy decides itself which experts to fetch.
+    every 512 decode steps and does not cache an expert at its first use; here the policy decides which experts to
+    fetch. The pull request says "frequency classes"; that these are powers of two is our reading.
 
     half_life: number of steps after which all use counts are halved.
 
@@ -251,7 +251,7 @@ class LowestScore:
 
     The policy passes the router scores of a layer's experts to `scored`, which updates a moving average for each
     expert. An average starts at the expert's first score, usually a mean over the tokens of prompts. Each later
-    score changes it by the share `weight` of the difference.
+    score enters the average with the share `weight`, and the old average with the rest.
 
     HybriMoE (Zhong et al. 2025, arXiv 2504.05897) averages only the scores of the likeliest experts of each
     token; here all experts have scores (see `Plan.request_scores`). Pages without a score, such as dense ones, are

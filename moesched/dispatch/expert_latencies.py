@@ -29,7 +29,7 @@ class ExpertLatencies:
 
     Attributes:
         transfer: seconds to move one expert's weights from the host's memory to the accelerator (`trans_lat` in the
-            paper). If the two share a memory, from the memory or disk that has all weights.
+            paper). If host and accelerator share a memory: from the disk with all weights; 0 if that memory has them.
         at_host: function from a number of tokens to the seconds of one expert on the host (`cpu_lat`).
         at_accelerator: function from a number of tokens to the seconds of one expert on the accelerator, whose memory
             has the expert's weights (`gpu_lat`).
@@ -75,7 +75,7 @@ class ExpertLatencies:
         return alone + each * tokens
 
     def from_host(self, rows: int) -> float:
-        """Return the seconds to copy `rows` rows of expert outputs from the host to the accelerator."""
+        """Return the seconds to copy `rows` outputs, each of one expert for one token, from host to accelerator."""
         alone, each = self._from_host
         return alone + each * rows
 

@@ -63,7 +63,7 @@ class ExpertPool:
             step.fetch(self._pages[expert], self._pool, source=self._source, urgent=True)
 
     def prefetch(self, step: Step, expert: Expert) -> bool:
-        """Fetch an expert that may be needed later, page by page, at the lowest priority; always return True."""
+        """Prefetch an expert, page by page, at the lowest priority; return True, as this pool refuses no expert."""
         for page in self._pages[expert]:
             step.fetch([page], self._pool, source=self._source, speculative=True)
         return True
@@ -82,7 +82,7 @@ class ExpertPool:
 def _slots_bytes(plan: Plan) -> int:
     """Return the bytes of the slots for one expert.
 
-    All slots have the size of the largest page, and there are as many as an expert has pages at most.
+    There is a slot for each page of the expert with the most pages, and all slots have the size of the largest page.
     """
     return len(plan.layout.an_expert) * max(
         plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0

@@ -106,7 +106,7 @@ def _fitting(plan: Plan, beside: int) -> list[int]:
 
 
 def _fitting_layers(plan: Plan, beside: int) -> list[int]:
-    """Return as many layers, spread evenly, as have room for their KV cache on the accelerator.
+    """Return the layers whose KV caches the accelerator holds: as many as fit, spread evenly over the model.
 
     For a plan with a single micro-batch, whose whole cache does not fit.
 
@@ -137,8 +137,8 @@ def attend(step: Step, i: int, j: int) -> None:
 def attend_on_accelerator(step: Step, i: int, j: int) -> None:
     """Submit attention of micro-batch j in layer i on the accelerator.
 
-    If the micro-batch's KV cache is on the host, new keys and values are copied there; in decode, submit `load_kv`
-    first.
+    If the micro-batch's KV cache is on the host, new keys and values are copied there. In decode, the caller has to
+    submit `load_kv` before it calls this function.
     """
     step.attention(i, j)
     if not step.kv_on_accelerator(j, i):

@@ -117,7 +117,7 @@ class ChosenExperts:
     def copies(self, rows: int) -> float:
         """Return the seconds to copy hidden states to the host and `rows` rows of outputs back.
 
-        The number of hidden states is taken to be the largest number of tokens of a chosen expert, wherever it runs.
+        As many hidden states are assumed as the chosen expert with the most tokens has, wherever that expert runs.
         """
         return self._to_host + self._from_host(rows)
 
@@ -147,7 +147,7 @@ class ChosenExperts:
 def decide(layer: ChosenExperts) -> LayerDecision:
     """Choose the assignment of a layer's experts with the least makespan.
 
-    The makespan is within 1 % of the optimum for up to `FEW` experts; for more experts a heuristic chooses.
+    The makespan is within 1 % of the optimum for up to `FEW` chosen experts; for more, a heuristic is used.
     """
     thresholds = _Thresholds(layer)
     if len(layer.resident) + len(layer.missing) > FEW:
@@ -157,9 +157,9 @@ def decide(layer: ChosenExperts) -> LayerDecision:
 
 
 class _Threshold(NamedTuple):
-    """A division of a layer's experts by two thresholds of tokens.
+    """An assignment of a layer's experts by two thresholds, both numbers of tokens.
 
-    Resident experts with few tokens run on the host, and missing experts with many tokens are fetched.
+    Resident experts below the first threshold run on the host, and missing experts above the second are fetched.
 
     Attributes:
         seconds: makespan of the layer.
@@ -190,7 +190,7 @@ class _Thresholds:
         self._left, self._left_rows = _sums_of_rest(layer.missing_there), _sums_of_rest(layer.missing)
 
     def balanced(self) -> _Threshold:
-        """Return the best of a few choices: both processors equally busy, nothing fetched, or everything fetched."""
+        """Return the best of a few assignments: both processors about equally busy, no fetches, or all fetches."""
         even = self._even(0)
         best = self._balanced(0, even)
         if self._layer.movable and not self._host_is_last(0, even):
@@ -200,7 +200,7 @@ class _Thresholds:
         return best
 
     def best(self) -> _Threshold:
-        """Return the choice by thresholds whose makespan is within 1 % of the least among all such choices."""
+        """Return an assignment by thresholds whose makespan is within 1 % of the least among all of these."""
         left, gathered, transfer = self._left, self._gathered, self._layer.transfer
         last = [0.0, *self._layer.missing_here, inf]
         likely = 0
@@ -240,7 +240,8 @@ class _Thresholds:
 
         Args:
             away: number of resident experts that run on the host.
-            even: number of missing experts that are fetched; None for the number that `_even` returns.
+            even: number of missing experts that are fetched, while the host runs all others; None for the number that
+                `_even` returns.
         """
         even = self._even(away) if even is None else even
         return self._away[away] + self._left[even] >= self._here[away]

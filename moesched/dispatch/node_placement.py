@@ -1,7 +1,7 @@
 """Places experts on nodes, assigns chosen experts to nodes that hold them, and computes the busiest node's load.
 
-Memory beyond a node's share of the experts holds copies. An expert with copies on two nodes runs on the less loaded
-one. The gain depends on which experts share a node, which `best_placement` optimises.
+If nodes have room for more than their shares of the experts, some experts are on several nodes. Each of these experts
+runs on the least loaded of its nodes. The gain depends on which experts share a node; `best_placement` optimises this.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Load(NamedTuple):
 def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
     """Return the experts of each node in the placement of the Apple silicon cluster paper.
 
-    Experts are cut into `parts` parts, or into one part per node if there are fewer nodes; node n holds part n modulo
-    the number of parts. Where experts do not divide evenly, some parts have one expert more than others. Where nodes do
-    not divide evenly, each of the first parts is on one node more than each of the others.
+    Expert ids are cut into `parts` ranges, or into one range per node if there are fewer nodes. Node n holds range n
+    modulo the number of ranges. If experts do not divide evenly, some ranges have one expert more than others. If nodes
+    do not divide evenly, each of the first ranges is on one node more than each of the others.
     """
     parts = min(parts, nodes)
     bounds = [part * experts // parts for part in range(parts + 1)]
@@ -59,7 +59,7 @@ def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
 
 
 def parts_for(experts: int, nodes: int, per_node: int) -> int:
-    """Return the fewest equal parts into which experts can be cut so that a node holds a whole part.
+    """Return the smallest number of `parts` for `mirrored` with which one part fits on a node.
 
     per_node: number of experts per layer that fit on a node.
 
@@ -393,8 +393,8 @@ def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
 def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
     """Return a placement whose copies are spread evenly, as a bit mask of the nodes that hold each expert.
 
-    Each expert in turn gets a group of nodes for its copies, made of the nodes with the most free room. Of the possible
-    groups, the one that was given to the fewest earlier experts is taken, or of several such, the one with most room.
+    Each expert in turn gets a group of nodes, one node for each copy, out of the `MOST_SPREAD` nodes with the most free
+    room. It gets the group that the fewest earlier experts have; if several groups do, the one with the most free room.
     """
     room = [per_node] * nodes
     groups: Counter[int] = Counter()

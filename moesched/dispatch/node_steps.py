@@ -1,4 +1,4 @@
-"""Building blocks of expert-parallel policies: a base class, and a node's share of the experts to run and to warm."""
+"""Building blocks of expert-parallel policies: a base class, and functions that run or warm a node's experts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class NodeExperts(ABC):
     """Base of expert-parallel policies, which run layer by layer, and in each layer one micro-batch after the other.
 
     Settings:
-        decentralised: whether every node computes attention, routing and sums, with one exchange per layer; otherwise
-            the first node does, with two exchanges.
+        decentralised: whether every node computes attention, routing and the sums of expert outputs, with one exchange
+            per layer; otherwise only the first node does, with two exchanges.
     """
 
     expert_parallel = True
@@ -80,9 +80,9 @@ def experts_per_node(plan: Plan, *, centralised: bool) -> int:
 
 
 def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
-    """Assign the experts of micro-batch j in layer i to nodes, run this node's share, and return that share's experts.
+    """Submit the assignment of micro-batch j's experts in layer i, run this node's share, and return the experts run.
 
-    owners: the node that runs each chosen expert.
+    owners: the assignment: the node that runs each chosen expert.
     """
     step.assign(i, j, owners)
     own = [expert for expert, node in owners.items() if node == step.node]
@@ -102,7 +102,7 @@ def warm_spare(
 ) -> None:
     """Warm least recently used experts: run each on a row of zeros, only to read its weights.
 
-    Enough experts are warmed that this node runs as many as the busiest node, for which this node has to wait anyway.
+    Enough are warmed that this node runs as many experts as the busiest node; it has to wait for that node anyway.
 
     Args:
         owners: the node that runs each chosen expert.

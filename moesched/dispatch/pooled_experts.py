@@ -27,8 +27,8 @@ class PooledExperts(CachedExperts):
             start of this order. By default, the order takes one expert of every layer, then a second of every layer,
             and so on.
         most: the largest number of experts in the cache; if negative, as many as fit.
-        buffers: number of experts for which the pool has further slots, so that an expert can arrive before another
-            leaves.
+        buffers: number of experts that the pool has room for beyond the cache, so that an expert can arrive before
+            another leaves.
 
     Attributes:
         pool: the slots of cache and buffers; None if all experts are kept.
@@ -84,7 +84,7 @@ class PooledExperts(CachedExperts):
         self.pool.fetch(step, expert)
 
     def admit(self, step: Step, expert: Expert) -> None:
-        """Move an expert from its buffer to the cache; the slots of the expert that leaves the cache become free."""
+        """Count an expert as cached, not as in a buffer; free the slots of the expert that leaves the cache for it."""
         gone = self.enter(expert, step.index)
         if gone is not None and self.pool is not None:
             self.pool.evict(step, gone)

@@ -1,4 +1,4 @@
-"""Predictors of the experts that tokens will choose in later layers, by these layers' routers or by past choices."""
+"""Predictors of the experts that tokens will choose in later layers, from those layers' routers or past choices."""
 
 from __future__ import annotations
 
@@ -200,10 +200,10 @@ class TransitionCounts:
             np.add.at(counts_EE, (earlier_Tk[:, :, None], later_Tk[:, None, :]), 1)
 
     def add(self, layer: int, earlier: Mapping[int, int], later: Mapping[int, int]) -> None:
-        """Add estimated counts of pairs for a micro-batch, from its numbers of tokens by expert in the two layers.
+        """Add estimated counts of pairs for a micro-batch of which only each expert's number of tokens is known.
 
-        The expert that a single token chose is not known. So each token of an expert in `layer` is divided among the
-        later layer's experts, in proportion to their numbers of tokens.
+        It is not known which token chose which expert. So each token of an expert in `layer` is divided among the later
+        layer's experts, in proportion to their numbers of tokens.
 
         Args:
             layer: number of the earlier layer.

@@ -87,7 +87,7 @@ def _port(who: str, address: str, port: int) -> PortFacts:
 
 
 def port_state(address: str, port: int) -> PortState:
-    """Connect to a TCP port of an address, and return its state; before a run it should be "free" (nothing listens)."""
+    """Connect to a port; return "free" (as it should be before a run), "taken", "silent" (no answer) or "forbidden"."""
     try:
         with socket.create_connection((address, port), timeout=PORT_SECONDS):
             return "taken"

@@ -196,7 +196,7 @@ def _limit_address_space(nbytes: int) -> None:
 
 
 def settable_limit(nbytes: int, most: int) -> int:
-    """Return a limit of `nbytes`, or the hard limit `most` if that is lower: only root may go beyond it."""
+    """Return `nbytes` as a limit of address space, or the hard limit `most` if lower: only root may go beyond that."""
     return nbytes if most == resource.RLIM_INFINITY else min(nbytes, most)
 
 

@@ -80,7 +80,7 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
     Args:
         device: "cpu", "cuda", "mlx", or empty for none in particular.
         model: a model to look at: a folder, or a GGUF file.
-        hosts: cluster file; its machines are asked by ssh, and their ports tried.
+        hosts: cluster file; its nodes are asked for moesched's version by ssh, and all its ports are tried.
 
     Raises:
         BadInput: the model is no folder or GGUF file, or the cluster file is broken.
@@ -138,5 +138,5 @@ def metal_facts() -> MetalFacts:
 
 
 def _loaded(name: str) -> Any:
-    """Import torch, and return the function of that name from the module `inspection` of the torch device."""
+    """Import torch, and return the function `name` of the module `moesched.devices.torch.inspection`."""
     return plugins.load(f"{TORCH}:{name}", "the inspection")

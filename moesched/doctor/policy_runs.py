@@ -123,7 +123,7 @@ def run_policies(
 
 
 def _tight(report: JobReport) -> dict[str, int]:
-    """Return a budget {memory: bytes} for the memory with a run's highest peak: the share `TIGHT` of this peak."""
+    """Return a budget {memory: bytes} for the memory with a run's highest peak: `TIGHT` times this peak."""
     memory = max(report.peak_bytes, key=lambda name: report.peak_bytes[name])
     return {memory: int(TIGHT * report.peak_bytes[memory])}
 
@@ -181,7 +181,7 @@ def judge_runs(found: PolicyRuns, *, one_processor: bool, expected: list[list[in
     """Yield findings on whether all policies ran and agree in tokens and logits.
 
     Args:
-        one_processor: whether all kernels run on one processor, so that logits must be equal to the bit.
+        one_processor: whether one processor, CPU or GPU, ran all kernels, so that logits must be equal to the bit.
         expected: the tokens that the CPU generates, by request.
     """
     for name, reason in found.failed.items():
@@ -216,7 +216,7 @@ def _agreement(found: PolicyRuns, first: PolicyRun, one_processor: bool) -> Find
     """Return the finding on the largest difference of logits between `first` and the other policies' runs.
 
     Args:
-        one_processor: whether all kernels ran on one processor, so that no difference is allowed.
+        one_processor: whether one processor, CPU or GPU, ran all kernels, so that no difference is allowed.
     """
     apart = {name: largest_difference(run.logits, first.logits) for name, run in found.runs.items()}
     different = {name: by for name, by in apart.items() if by > 0}

@@ -1,4 +1,4 @@
-"""Probes: they judge the facts about a machine's host, its accelerators, and the cluster that it is asked to start."""
+"""Probes: they judge the facts about a machine's host, its accelerators, and the cluster that is started from it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def probe_clock(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_cuda(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on whether torch can use the NVIDIA GPUs; none if there is no GPU and none is asked for."""
+    """Yield findings on whether torch can use NVIDIA GPUs, if there is a driver for them or the device is "cuda"."""
     cuda = facts.cuda
     if facts.device == "cuda" or cuda.driver:
         trouble = trouble_of_driver(cuda)
@@ -193,7 +193,7 @@ def _of_wired_limit(facts: Facts, limit: int) -> Finding:
 
 
 def probe_cluster(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on whether this machine can start a cluster's nodes and reach their ports, if a file was given."""
+    """Yield findings on whether this machine can start the nodes of a cluster file, if given, and reach their ports."""
     cluster = facts.cluster
     if cluster is None:
         return

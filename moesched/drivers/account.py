@@ -52,10 +52,10 @@ class Account:
         self._lanes = {lane: _LaneAccount(lane) for lane in lanes}
 
     def enter(self, task: Task, inputs: list[Task], expected: set[int], by_hand: int) -> None:
-        """Record a submitted task, and compare the engine's edges with the expected ones.
+        """Record a submitted task, and check that the engine made it wait for the expected tasks.
 
         Args:
-            task: the submitted task; its `deps` are the ids of the tasks that the engine has it wait for.
+            task: the submitted task; its `deps` are the ids of the tasks that it waits for in the engine.
             inputs: the tasks whose results `task` needs.
             expected: ids of the tasks that `task` has to wait for, because of the blocks that it reads and writes or
                 because of `after`.
@@ -130,7 +130,7 @@ class Account:
             self._later[earlier].append(task.id)
 
     def look(self, *tasks: Task) -> None:
-        """Check, after an engine's call, that `tasks`, the later tasks that they release, and all lanes obey the rules.
+        """Check, after a call to the engine, that `tasks`, the tasks that they release, and all lanes obey the rules.
 
         Args:
             tasks: tasks whose state the call may have changed.
@@ -226,7 +226,7 @@ class _LaneAccount:
         self.fresh: list[Task] = []
 
     def move(self, task: Task, call: int) -> None:
-        """Record that a task of this lane changed its state during the engine's call with the number `call`."""
+        """Record that a task of this lane changed its state during call number `call` to the engine."""
         self.ready.pop(task, None)
         if task.state == READY:
             self.ready[task] = call
@@ -242,12 +242,12 @@ class _LaneAccount:
             heappush(self.by_key, (task.key, task))
 
     def start(self, call: int, *, just_ended: bool) -> list[str]:
-        """Return the rules that tasks broke when they started in a call of the engine, as lines of text.
+        """Return the rules that tasks broke when they started in a call to the engine, as lines of text.
 
         Args:
-            call: number of the engine's call.
-            just_ended: whether a task of this lane ended in the call; then tasks that became ready in the call compete
-                for the lane, too.
+            call: number of the call.
+            just_ended: whether a task of this lane ended in the call. If so, a started task must not overtake a more
+                urgent one that became ready in the same call, either.
         """
         wrong = []
         for task in self.fresh:
@@ -257,7 +257,7 @@ class _LaneAccount:
         return wrong
 
     def problem(self) -> str | None:
-        """Return the rule that the lane breaks after a call of the engine, as a line of text; None if it keeps all."""
+        """Return a rule that the lane breaks after a call to the engine, as a line of text; None if it breaks none."""
         lane = self.lane
         if lane.running is not self.running:
             return f"lane {lane.name} runs {lane.running!r}, but {self.running!r} holds it"
@@ -270,7 +270,7 @@ class _LaneAccount:
     def _start(self, task: Task, call: int) -> list[str]:
         """Return the rules that the start of `task` breaks, as lines of text.
 
-        For example, a task must not overtake a more urgent one that became ready in the engine's call `call` or before.
+        For example, it must not overtake a more urgent task that became ready in or before call `call` to the engine.
         """
         wrong = []
         if self.running is not None:
@@ -287,7 +287,7 @@ class _LaneAccount:
         return wrong
 
     def _more_urgent(self, task: Task, call: int) -> Task | None:
-        """Return a task more urgent than `task` that became ready in the engine's call `call` or before; else None."""
+        """Return a task more urgent than `task` that became ready in or before call `call` to the engine; else None."""
         too_fresh = []
         found = None
         while found is None and self.by_key and self.by_key[0][0] < task.key:

@@ -1,7 +1,8 @@
 """Capture: records the graphs of a run's steps, which the policy submits to an engine that runs no task.
 
 The graph of a policy that awaits no handle is the same in each step. Once two steps in a row have the same graph (the
-same tasks on the same lanes, with edges equally far back in program order), all later steps use that graph.
+same tasks on the same lanes, each waiting for tasks at the same distances back in program order), all later steps
+except the last use that graph.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class StepGraph:
         later: for each task, the distances forward to the tasks of this step that wait for it.
         earlier: edges from tasks of earlier steps, as pairs (position of the waiting task, distance back).
         sized: positions of the tasks whose work changes from step to step, by (micro-batch, verb, kind of layer).
-        kind_of: for each layer of the model, the number of its kind of layer.
+        kind_of: for each layer of the model, its kind of layer, as a number.
     """
 
     def __init__(
@@ -300,10 +301,9 @@ class Edges:
         return edges
 
     def _forget_below(self, number: int) -> None:
-        """Make all sets of tasks in `self._reached` begin with the word that has the bit of the task `number`.
+        """Make all sets of tasks in `self._reached` begin with the word that contains the bit of the task `number`.
 
-        A set is a list of words (`Words`). The words before that one are dropped. If the sets begin later, words of 0
-        are put in front.
+        A set is a list of words (`Words`). Words before the new first one are dropped; missing words are added as 0.
         """
         lowest = number // WORD * WORD
         by = (lowest - self._lowest) // WORD
@@ -322,9 +322,10 @@ class Edges:
 
 
 def _union(mine: int, other: int) -> int:
-    """Return the union of two words of sets of tasks.
+    """Return the union of two words, integers with one bit for each task.
 
-    If the union equals `other` or `mine`, that object itself is returned, so that sets share most of their words.
+    If the union equals `other` or `mine`, that very object is returned, so that most words are in several sets at once,
+    which saves memory.
     """
     if mine is other or not other:
         return mine
@@ -339,7 +340,7 @@ def _identity(task: Task) -> tuple[object, ...]:
 
 
 def _numbered_works(tasks: Sequence[Task], lanes: Sequence[int]) -> tuple[list[Work], list[int]]:
-    """Return the distinct `Work` objects of tasks, and for each task the index of its own in that list.
+    """Return the distinct `Work` objects of tasks, and for each task the index of its `Work` among them.
 
     Args:
         lanes: for each task, the index of its lane; below 0 for a join, which takes no time and gets the index -1.

@@ -65,8 +65,8 @@ class Runner(Protocol):
     """Runs the tasks of a lane.
 
     Attributes:
-        guest: whether threads of other runners may run this lane's tasks, which `LaneReports` then hands to those
-            runners.
+        guest: whether threads of other runners may run this lane's tasks; the methods of `LaneReports` return such a
+            task to the runner that called them.
         host: whether this runner's threads may run tasks of lanes that are guests.
     """
 
@@ -104,9 +104,9 @@ class Worker:
 class ThreadRunner:
     """Runs a lane's tasks on a thread, which reports an end under the lock and takes the lane's next task itself.
 
-    A guest is a lane whose tasks other runners' threads may run. If this lane has no next task, its thread runs a
-    guest's task that the finished task released. This saves waking two threads: one for the guest's task, and one for
-    the task after it. If this lane gets a task meanwhile, a further thread runs it.
+    A guest is a lane whose tasks other runners' threads may run. If the finished task released a guest's task, and this
+    lane has no next task, the same thread runs the guest's task. So no thread has to be woken for the guest's task, nor
+    for a task of this lane that follows it. If this lane gets a task meanwhile, a further thread runs that one.
 
     Args:
         driver: receives the reports of ends.
@@ -274,7 +274,8 @@ class StreamRunner:
     """Runs tasks on a stream of a device: one thread issues tasks, another one waits for the ends that the host needs.
 
     The host needs the end of a task that a policy awaits, or that a task outside the device depends on. The ends of all
-    other tasks are reported together with the next end that the host needs, or when the stream is idle.
+    other tasks are reported together: with the next end that the host needs, when the stream has no next task, or once
+    there are `ENDS_TOGETHER`.
     """
 
     guest = host = False
@@ -387,7 +388,7 @@ class StreamRunner:
         return batch
 
     def _is_due(self) -> bool:
-        """Test whether ends are to be reported: the host needs one, the stream has no next task, or there are many."""
+        """Test whether to report ends: the host needs one, the lane has no next task, or there are `ENDS_TOGETHER`."""
         running = self._running
         if self._lane.running is None or len(running) >= ENDS_TOGETHER:
             return bool(running)

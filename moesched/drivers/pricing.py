@@ -13,7 +13,8 @@ from moesched.work import Work
 def nanoseconds(work: Work, cost: CostModel) -> int:
     """Return the nanoseconds that a task with this `Work` takes if it runs alone; at least 1, so that time moves on.
 
-    The first call also stores the duration and the shares of resources in the attributes of `work`.
+    The first call stores the result in `work.nanoseconds`, and sets `work.demand` and `work.lead`. Later calls return
+    the stored result.
     """
     if work.nanoseconds < 0:
         work.demand = cost.work(work)

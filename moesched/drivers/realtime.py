@@ -314,7 +314,7 @@ class RealtimeDriver:
 
         Args:
             mine: the calling runner; None if no runner calls.
-            since: nanoseconds at which the tasks became ready, by a task's end or their submission; -1 if not recorded.
+            since: nanoseconds at which the end or the submission of a task made these ready; -1 if not recorded.
 
         Returns:
             a task for the runner `mine`, which has to start it; None if there is none.

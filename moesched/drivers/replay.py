@@ -110,7 +110,7 @@ class ReplayedRun:
         return awaits
 
     def tasks(self) -> Iterator[Task]:
-        """Yield the tasks as they would have ended in a driver, step by step and in program order, joins included."""
+        """Yield all tasks in program order, joins included, as they would be at the end of a run in a driver."""
         number = 0
         for index, graph in enumerate(self.steps):
             shift = number - graph.first
@@ -131,18 +131,18 @@ class ReplayedRun:
 
 
 def _generated(captured: Task, step: int) -> int:
-    """Return the number of tokens that each sequence has generated before a step that repeats a captured step."""
+    """Return the number of tokens that each sequence has generated before `step`, which repeats the task `captured`."""
     since = step - captured.step
     return captured.generated + since if captured.phase == "decode" else captured.generated
 
 
 def _resized(captured: Work, work: Work | None) -> Work:
-    """Return the `Work` (FLOPs and bytes) of the task that repeats a captured task in another step.
+    """Return a captured task's `Work` (FLOPs and bytes) in another step; its processor stays the same.
 
     Args:
         captured: the `Work` of the captured task.
-        work: the other step's `Work` for the same micro-batch, verb and kind of layer, perhaps on another processor;
-            None if all steps have the same.
+        work: the other step's `Work` for the same micro-batch, verb and kind of layer; it may name another processor.
+            None if the task's `Work` is the same in all steps.
     """
     if work is None or work.resource == captured.resource:
         return work or captured
@@ -161,7 +161,7 @@ def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Replayed
     """Capture a run, and replay it with durations from `cost`.
 
     Raises:
-        NotFixed: the policy awaited a handle, or failed.
+        NotFixed: the policy's steps may differ, or the policy failed.
     """
     with no_garbage_collection():
         return _play(capture(run_state, policy), run_state, lambda work: nanoseconds(work, cost))
@@ -171,7 +171,7 @@ class CapturedRun:
     """A run that is captured once, and can be replayed with several cost models.
 
     Raises:
-        NotFixed: the policy awaited a handle, or failed.
+        NotFixed: the policy's steps may differ, or the policy failed.
     """
 
     def __init__(self, run_state: RunState, policy: Policy) -> None:
@@ -236,7 +236,7 @@ class _PricedSteps:
 
 
 class Player:
-    """Computes the times of the tasks of captured steps, which each lane takes by priority or in program order.
+    """Computes the times of the tasks of captured steps; each lane takes its tasks by priority or in program order.
 
     As in `Generation`, step n is submitted once all micro-batches have sampled in step n - 2.
 

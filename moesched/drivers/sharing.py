@@ -66,7 +66,7 @@ def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
 
     Args:
         others: names of the classes of work that run at the same time.
-        slowed: measured speeds of the class, each by the name that the function `at_once` gives the other classes.
+        slowed: measured speeds of the class, by the names of the other classes, joined by the function `at_once`.
     """
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured
@@ -76,9 +76,9 @@ class _Mix:
     """The kinds of work that run at once, one on each lane, and the rates at which they run.
 
     Attributes:
-        kinds: for each lane, the number of the kind of work that it runs; `IDLE` for none.
+        kinds: for each lane, the kind of work that it runs, as a number; `IDLE` for none.
         rates: for each lane, the speed of its work relative to running alone.
-        started: for each lane, the mixes that follow when the lane starts work, by the number of that work's kind.
+        started: for each lane, the mixes that follow when the lane starts work, by the kind of that work.
         ended: for each lane, the mix that follows when its work ends; None until it is first needed.
         slower: for each mix that may follow, the lanes whose rates change: pairs (lane, this mix's rate / the other's).
     """
@@ -188,7 +188,7 @@ class Shared:
         return mix
 
     def _kind(self, demand: Demand) -> int:
-        """Return the number of the kind of work with this demand; works of one kind differ only in `seconds`."""
+        """Return the number of the kind of work that has this demand; demands of one kind differ only in `seconds`."""
         kind = self._numbers.setdefault(demand[1:], len(self._demands))
         if kind == len(self._demands):
             self._demands.append(demand)

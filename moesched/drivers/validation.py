@@ -39,12 +39,12 @@ def switched_on() -> bool:
 
 
 def new_engine(lanes: Iterable[Lane]) -> Engine:
-    """Make an engine for a run on the virtual clock; a `CheckedEngine` if the environment asks for checks."""
+    """Make an engine for a run on the virtual clock; a `CheckedEngine` if checks are `switched_on`."""
     return CheckedEngine(lanes) if switched_on() else Engine(lanes)
 
 
 def new_shared_engine(lanes: Iterable[Lane]) -> SharedEngine:
-    """Make an engine for a run in real time; a `CheckedSharedEngine` if the environment asks for checks."""
+    """Make an engine for a run in real time; a `CheckedSharedEngine` if checks are `switched_on`."""
     return CheckedSharedEngine(lanes) if switched_on() else SharedEngine(lanes)
 
 

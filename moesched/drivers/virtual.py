@@ -180,7 +180,7 @@ class VirtualDriver:
 
 
 class _Clock:
-    """The clock of a driver, in nanoseconds since it was made."""
+    """The virtual clock of a driver, in nanoseconds since the driver was made."""
 
     __slots__ = ("now",)
 

@@ -33,7 +33,7 @@ def cut_over_ranks(
             memory is for each of them, and is not divided; all others are for all accelerators together.
         ranks: number of accelerators that share the model; None for all of the machine.
         policy: class of the policy; None for one that is not pipelined.
-        here: whether the machine is this one.
+        here: whether `machine` describes this computer, whose memory may then be more than `machine` states.
 
     Raises:
         BadInput: the model cannot be cut into that many shares, the machine has fewer accelerators, `ranks` is given

@@ -55,7 +55,7 @@ def read_budgets(
 
 
 def assumed_process(machine: Machine) -> Process:
-    """Return the memory that predictions assume for a process on a machine, apart from the run's plan."""
+    """Return the resident bytes that predictions assume for a process on a machine, without the memory of its plan."""
     return Process(runtime=ASSUMED_RUNTIME, whole=machine.unified)
 
 
@@ -64,13 +64,13 @@ def within_process(
 ) -> tuple[dict[str, int], Process]:
     """Replace a budget for the whole process by a budget for the host's memory.
 
-    The new budget is what the process's limit leaves after Python, libraries, allocators, and the other memories of the
-    machine that are in the process. Without a budget for the process, the arguments are returned unchanged.
+    The new budget is what the process's limit leaves after Python, libraries, allocators, page-locked memory and the
+    memory of an emulated accelerator. Without a budget for the process, the arguments are returned unchanged.
 
     Args:
         budgets: bytes for one rank, by name of memory. Under the name `PROCESS`, a rank's share of the bytes of the
             whole process.
-        process: the bytes that the process takes for anything but plans; its `limit` is not set yet.
+        process: the bytes that the process takes for anything but plans; its `limit` is None.
         ranks: number of ranks in the process.
 
     Returns:
@@ -103,7 +103,7 @@ def within_process(
 
 
 def _memories_beside(machine: Machine) -> list[str]:
-    """Return the names of memories that lie in the process's own memory beside the host's.
+    """Return the names of the memories, other than the host's, that take memory of the process.
 
     They are the memory of an emulated accelerator, and the page-locked memory.
     """

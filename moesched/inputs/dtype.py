@@ -16,8 +16,8 @@ def dtype_for(own: str, given: str | None, machine: Machine, device: str | type[
     Args:
         own: dtype of the model's weights.
         given: dtype that the user chose; None for none.
-        machine: in predictions without a chosen dtype, bfloat16 models are computed in float16 if the machine's
-            accelerator has a rate for float16 and none for bfloat16.
+        machine: the machine. In predictions without a chosen dtype, bfloat16 models are computed in float16 if the
+            accelerator has FLOP/s stated for float16 and none for bfloat16.
         device: the device that runs the model; None in predictions.
 
     Raises:

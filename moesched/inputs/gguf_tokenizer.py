@@ -23,15 +23,15 @@ LONGEST_PIECE = 128
 
 
 class WordRule(NamedTuple):
-    """Rule by which a byte-pair tokenizer cuts text into words; its merges never join bytes of two words.
+    """Rule by which a byte-pair tokenizer cuts text into words; merges never join bytes of two words.
 
     Attributes:
-        patterns: regular expressions that match words, used one after the other: each cuts the pieces that the previous
-            ones left.
+        patterns: regular expressions that match words, used one after the other: each divides further all pieces that
+            the previous ones made.
         composes: whether letters and their accents are first joined to one character (Unicode's NFC).
         whole_words: whether a word that is itself a token becomes that token, without regard to the merges.
-        has_first: whether encoded texts begin with the vocabulary's begin-of-text token, if the file does not state
-            this.
+        has_first: whether encoded texts begin with the vocabulary's begin-of-text token; used only for files without
+            the key `add_bos_token`.
     """
 
     patterns: tuple[str, ...]
@@ -121,7 +121,7 @@ def _pair(path: Path, merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
     """Split the text of a merge at the space between its two tokens; the first token may itself begin with a space.
 
     Args:
-        ids: ids of the vocabulary's tokens.
+        ids: ids by token of the vocabulary, which must have both tokens and the token that they make.
     """
     first, _, second = merge[1:].partition(" ")
     first = merge[:1] + first
@@ -204,7 +204,7 @@ def _add_tokens(made: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
 
 
 def _add_ends(made: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
-    """Make the tokenizer `made` put the begin and end tokens that the model expects around a text."""
+    """Set the tokenizer `made` to put the begin and end tokens that the model expects around a text."""
     from tokenizers import processors
 
     begins = vocabulary.add_bos_token

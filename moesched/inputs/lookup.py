@@ -91,14 +91,14 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
 
 
 def absolute_machine(machine: Machine | str) -> Machine | str:
-    """Return a machine as given, but a file's path as absolute, so that the file is found after a change of folder."""
+    """Return a machine as given; a file's path is made absolute, so that it is found after a change of folder."""
     if not isinstance(machine, str) or machine in ("", "auto", *machine_names()):
         return machine
     return str(absolute_path(Path(machine)))
 
 
 def machine_file(machine: Machine | str) -> Path | None:
-    """Return the path of the file that describes a machine; None without one, as for a `Machine`.
+    """Return the path of the file that describes a machine; None for a `Machine`.
 
     Args:
         machine: "auto" for this machine's calibrated file; any other text counts as a path.

@@ -201,7 +201,7 @@ class SizeOptions(Options):
 
 
 class CutPromptsOptions(SizeOptions):
-    """Sizes for requests that may join and leave, whose prompts may be cut over steps."""
+    """Sizes for requests that may join and leave; their prompts may be cut into parts, one part per step."""
 
     prefill_chunk: Annotated[
         int | None,

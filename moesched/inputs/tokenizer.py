@@ -81,7 +81,7 @@ class Tokenizer:
         Args:
             most: the most tokens that the caller can use; a much longer text is refused before all of it is encoded.
                 None for no limit.
-            bare: whether to add no special tokens, as for a text that has them already.
+            bare: True to leave out the special tokens, as for a text that has them already.
 
         Raises:
             BadInput: the text is not valid Unicode, is too long, or the tokenizer fails.
@@ -178,7 +178,7 @@ class TextStream:
         self._before = 0
 
     def push(self, token: int) -> str:
-        """Add one token id, and return the text that is complete since the last call; it may be empty."""
+        """Add one token id, and return the text that it completes; empty if it completes none."""
         self._ids.append(token)
         return self._advance(final=False)
 
@@ -212,7 +212,7 @@ def find_tokenizer(model: Path) -> Tokenizer | None:
 
 
 def make_tokenizer(model: Path, vocabulary: Vocabulary | None) -> Tokenizer | None:
-    """Make a tokenizer of a GGUF file's vocabulary, or read the tokenizer.json of a folder; None without one.
+    """Make a tokenizer from a GGUF file's vocabulary or a folder's tokenizer.json; None if the model has none.
 
     Args:
         model: path of the model's folder or GGUF file.
@@ -231,7 +231,7 @@ def open_model(model: Path, *, partial: bool = False) -> tuple[Checkpoint, Token
     """Open a model's weights, and make its tokenizer (None if the model has none); each file header is read only once.
 
     Args:
-        partial: whether a safetensors file may be missing if a copy of its header is there.
+        partial: whether to accept a missing safetensors file if the folder has a copy of its header.
     """
     contents = read_contents(model, partial=partial)
     return checkpoint_of(contents), make_tokenizer(contents.path, contents.vocabulary)

@@ -1,4 +1,4 @@
-"""Computes uncertainty bands of simulations: each figure's range, and the figures at the machine's stated rates."""
+"""Computes a simulation's uncertainty band (a range for each figure), and its figures at the machine's stated rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_band(
     A report of a run that was interrupted or failed is returned unchanged.
 
     Args:
-        make_ranks: makes, for each node, a new policy and its plan of the first batch.
+        make_ranks: returns a new `Rank` for each node: a new policy, and its plan of the first batch.
         progress: called with (simulations done, all simulations).
     """
     if report.interrupted or report.failure is not None:

@@ -27,7 +27,7 @@ class NotTraced(BadInput):
 
 
 class BatchReports:
-    """Collects the reports of successive batches, and the first error that has a report, which `merge` raises."""
+    """Collects the reports of successive batches, and the first error that has a report; `merge` raises this error."""
 
     def __init__(self) -> None:
         self.all: list[JobReport] = []
@@ -55,7 +55,7 @@ class BatchReports:
         return self.all[number].interrupted or self.all[number].failure is not None
 
     def merge(self, *, requests: int, batches: int, padded: bool = False) -> JobReport:
-        """Merge the reports of the batches that ran into one; requests that did not run have no tokens in it.
+        """Merge the reports of the batches that ran into one, which has no tokens for requests that did not run.
 
         Args:
             requests, batches: numbers of requests and of batches of the whole job, whether they ran or not.

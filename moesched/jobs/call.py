@@ -93,7 +93,7 @@ class Call:
         return reports.merge(requests=len(self._prompts), batches=len(batches))
 
     def _batches(self) -> list[Batch]:
-        """Return the successive batches; if one does not fit into memory, raise BadInput before any runs."""
+        """Return the successive batches. If there are several, plan each, and raise BadInput if one does not fit."""
         lengths, new_tokens = list(map(len, self._prompts)), self._given.max_new_tokens
         sizes = self._job.sizes(lengths, new_tokens)
         batches = list(batches_of(lengths, new_tokens, sizes))
@@ -190,7 +190,10 @@ class Call:
         roofs: Mapping[str, Roof] | None,
         explains: bool,
     ) -> JobReport:
-        """Write a batch's files, and return its report, with the bottleneck if `explains`; `roofs` are peak rates."""
+        """Write a batch's files, and return its report; if `explains`, the report then has its bottleneck.
+
+        roofs: peak rates of the processors, by name; None if they are not known.
+        """
         explanation = None
         if explains:
             from moesched.jobs.explained import explained  # nothing before the first token needs it

@@ -27,10 +27,10 @@ def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
 
 
 def cuts_prompts(plan: Plan, asked: int | None) -> bool:
-    """Decide whether to run a plan whose prompts are cut over steps, instead of one with whole prompts.
+    """Decide whether to run a plan that cuts prompts into parts, one per step, instead of one with whole prompts.
 
     A part of a prompt attends to the parts before it, so the whole KV cache has to be on the accelerator. Streamed
-    weights are streamed again for each part, so with these, prompts are cut only if the user asks for it.
+    weights are streamed again for each part, so a plan with such weights is run only if the user asks for it.
 
     Args:
         plan: a plan with cut prompts.

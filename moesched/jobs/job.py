@@ -46,7 +46,7 @@ class Job:
 
     Attributes:
         chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
-        chooses: whether the planner is to choose the policy; until then the job has a provisional one.
+        chooses: whether the planner has still to choose the policy; if so, the job has a provisional one.
         slot_bytes: function that returns the bytes of memory that a page of weights takes. Before `use_devices` it is
             `room_for`, which gives the most that a page may take; afterwards it is the devices' own function.
 
@@ -95,7 +95,7 @@ class Job:
         self.splits_kv = chosen.is_class and splits_kv(chosen.cls, self.machine)
 
     def with_policy(self, policy: PolicyGiven, chosen_at: float) -> Job:
-        """Return a copy of the job with a policy that the planner chose, which gets no settings.
+        """Return a copy of the job with a policy that the planner chose; the policy gets no settings.
 
         The copy keeps the model's division among devices.
 
@@ -131,7 +131,7 @@ class Job:
         self._measure = partial(process_of, devices.all, self.machine, ahead)
 
     def use_process(self) -> None:
-        """Determine the bytes that the process takes beside plans, since the budget of the process covers these, too.
+        """Determine the bytes that the process takes beside plans; they count against the budget of the process, too.
 
         The bytes are measured if `use_devices` was called; otherwise, for predictions, they are assumed. Call this
         method before `sizes` and `plan`.
@@ -154,7 +154,7 @@ class Job:
 
         Args:
             lengths: lengths of all prompts, in tokens.
-            successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
+            successive: whether all requests run, one batch after another; if not, only the first batch must fit.
 
         Raises:
             BadInput: not even one request fits.
@@ -264,7 +264,7 @@ def policy_until_chosen(options: PlannedOptions) -> ChosenPolicy:
     """Return the policy that the options name, or a provisional policy if the planner is to choose one.
 
     Raises:
-        BadInput: the policy cannot be made, or the planner is to choose, and the options have settings for a policy.
+        BadInput: the policy cannot be made; or settings are given, although the planner is to choose the policy.
     """
     if options.policy != POLICY:
         return choose_policy(options.policy, options.settings)

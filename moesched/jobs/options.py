@@ -336,7 +336,7 @@ class RequestsOptions(Options):
 
 
 class PreviewOptions(Options):
-    """Options for the accuracy of routing forecasts."""
+    """Option `preview_accuracy`: the probability that a router preview names the right expert."""
 
     preview_accuracy: Annotated[
         float,

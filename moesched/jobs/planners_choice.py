@@ -29,7 +29,7 @@ def with_choice(
         listener: told of each stage of the search.
 
     Raises:
-        BadInput: no plan fits; the error is that of the policy with the highest predicted rate.
+        BadInput: no plan fits; if policies were tried, the error is that of the first one.
     """
 
     def planned(its_job: Job) -> Job:
@@ -102,7 +102,7 @@ def choose_policy_of(
         The first plan that fits.
 
     Raises:
-        BadInput: no plan fits; the error is that of the policy with the highest predicted rate.
+        BadInput: no plan fits; if policies were tried, the error is that of the first one.
     """
     looking = copy(job)
     looking.use_process()
@@ -123,10 +123,10 @@ def _estimates(
     new_tokens: int,
     on_progress: Callable[[str], object],
 ) -> list[PolicyEstimate]:
-    """Return the planner's predictions for the policies that hold all requests at once, the fastest policy first.
+    """Return the planner's predictions for policies with which all requests fit at once, in the order to try them.
 
-    If no policy holds all requests, the predictions are for the first half of them, else for the first quarter, and so
-    on. If no policy holds even one request, the result has one policy, predicted to generate nothing.
+    If there is no such policy, the predictions are for the first half of the requests, else for the first quarter, and
+    so on. If no schedule of one request was found either, the result has one policy, predicted to generate nothing.
     """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]

@@ -91,7 +91,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         return report_html(self, self.budget_bytes, self.trace)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the report to JSON values, with tokens and text if it is measured, or simulated time if predicted."""
+        """Convert the report to JSON values; a run omits the fields of predictions, and a prediction those of runs."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = (
             "simulated_seconds",
@@ -179,7 +179,7 @@ def job_report(
         text: the generated text of each request.
         cores: use of the host's cores in a run on a GPU; None without a GPU.
         bytes_read: bytes read from the checkpoint's files; None if not measured.
-        change: words for a change of the files of weights during the batch, which makes its tokens doubtful.
+        change: a sentence on a file of weights that changed before the batch ended; None if none did.
         trace: file of the batch's trace; None if none was asked for.
     """
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
@@ -202,11 +202,11 @@ def job_report(
 
 
 def _doubt(change: str, plan: Plan, failure: str | None) -> str:
-    """Return the report's `failure` for a batch whose files of weights changed while the batch ran.
+    """Return the text for a report's field `failure`, for a batch during which a file of weights changed.
 
     Args:
-        change: words for the change of the files.
-        failure: the batch's own failure, which the text repeats; None if there is none.
+        change: a sentence on the changed file.
+        failure: another failure of the batch, which is repeated in brackets; None if there is none.
     """
     first, count = plan.batch.first_request, len(plan.batch.prompts)
     tokens = (
@@ -332,7 +332,7 @@ def _around(figure: float, low: float, middle: float, high: float) -> tuple[floa
 
 
 def _mean_of_requests(reports: Sequence[JobReport], figure: str) -> float | None:
-    """Return the mean of a figure over the requests of all batches that have it; None if none has."""
+    """Return the mean of a figure over requests, without the batches that lack it; None if all batches lack it."""
     known = [each for each in reports if getattr(each, figure) is not None]
     requests = sum(each.plan.batch_size for each in known)
     total: float = sum(getattr(each, figure) * each.plan.batch_size for each in known)
@@ -362,7 +362,7 @@ def _token_counts(report: JobReport) -> list[int]:
 
 
 def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
-    """Merge the emulations of batches: sums of counts and seconds; maxima of dilations, core loads and shares."""
+    """Merge the emulations of batches: counts and seconds are summed; of all other figures, the largest is taken."""
     if not parts:
         return None
     lanes = {

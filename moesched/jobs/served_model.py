@@ -115,7 +115,7 @@ class ServedModel:
 def served_model(
     given: ServedOptions, on_progress: Callable[[str], object] = lambda what: None
 ) -> Iterator[ServedModel]:
-    """Open a model and its device, and plan for its requests; both are closed at the end.
+    """Yield a model on its opened device, with a plan for its requests; the device is closed at the end.
 
     Args:
         on_progress: called with the name of each stage of the planner's search, if it chooses the policy.

@@ -46,7 +46,7 @@ class RequestSpans(ServingListener):
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens of ended requests, over the time from the end of loading to the last token; 0 without tokens."""
+        """Tokens of ended requests per second, from the end of loading to the last of these tokens; 0 without any."""
         return self._tokens / (self._last / 1e9) if self._last else 0.0
 
     def loaded(self, serving: Serving) -> None:

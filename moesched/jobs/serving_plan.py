@@ -38,7 +38,7 @@ class ServingPlan(NamedTuple):
     Attributes:
         capacity: the largest number of requests and tokens that run together.
         policy_name: name of the policy in reports.
-        predicted: predicted tokens per second with the most requests at once; None unless the planner chose the policy.
+        predicted: tokens per second that the planner predicted for the policy that it chose; None if one was named.
     """
 
     capacity: Capacity
@@ -150,7 +150,7 @@ def _planned(job: Job, context: int) -> ServingPlan:
 
 
 def _fullest(job: Job, capacity: Capacity) -> tuple[Capacity, Plan, Policy]:
-    """Return a server's capacity, plan and policy: with prompts cut over steps if that helps, else with whole ones."""
+    """Return a server's capacity, plan and policy: with prompts in parts if they fit and `cuts_prompts`, else whole."""
     asked = job.options.prefill_chunk
     cut = with_cut_prompts(capacity, asked)
     try:

@@ -161,9 +161,9 @@ class _First(NamedTuple):
 
 
 def _kernels_here(settings: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return a device's settings with each of the `own_kernels` replaced by the result of `found_here`.
+    """Return a device's settings, with the kernels of the setting `own_kernels` found now, in the current folder.
 
-    So kernels that are named by module or file are found now, in the current folder.
+    This matters only for kernels that are named by module or file.
     """
     if not settings or "own_kernels" not in settings:
         return settings

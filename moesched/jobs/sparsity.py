@@ -37,7 +37,7 @@ class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         values: number of counted values in each layer, over all its experts.
         below: shares from 0 to 1, as [layer][threshold].
-        dense: numbers of the layers without experts, whose values are not counted.
+        dense: indices of the layers without experts, whose values are not counted.
         tokens: number of prompt tokens.
         random_prompts: whether the prompts were random token ids.
     """
@@ -93,7 +93,7 @@ def sparsity_of(given: SparsityOptions) -> SparsityReport:
 
 
 def random_prompts(config: ModelConfig, seed: int) -> list[list[int]]:
-    """Return prompts of token ids drawn at random by `seed`, no longer than the model's context."""
+    """Return RANDOM_PROMPTS prompts of RANDOM_TOKENS ids drawn by `seed`, or of fewer ids if the context is shorter."""
     length = min(RANDOM_TOKENS, config.max_positions - 1)
     if length < 1:
         raise BadInput(f"model {config.name} has a context of {config.max_positions} tokens: no prompt fits")

@@ -40,7 +40,7 @@ def recorder_for(
     Args:
         files: the files to write from the recording.
         explained: whether the batch's bottleneck is to be explained.
-        predicts: whether to record also the times that a measured run's tasks should take on the plan's machine.
+        predicts: whether to record also each task's predicted time, by the costs of the plan's machine.
     """
     if files.wanted:
         return recorder_of(plan, predicts=predicts)
@@ -51,7 +51,7 @@ def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
     """Return a recorder of a whole run, or of its last steps if the run is too long.
 
     Args:
-        predicts: whether to record also the times that a measured run's tasks should take on the plan's machine.
+        predicts: whether to record also each task's predicted time, by the costs of the plan's machine.
     """
     recorder = _recorder_of(plan)
     if predicts:
@@ -122,7 +122,7 @@ def files_named(given: Options | Path) -> Iterator[str]:
 
 
 def roofs_of(machine: Machine, dtype: str) -> dict[str, Roof]:
-    """Return peak FLOP/s in a dtype and memory bandwidth in bytes/s of each processor of a machine, by its name."""
+    """Return the peak rates of a machine's processors by name; processors without FLOP/s in the dtype are left out."""
     return {
         name: Roof(flops=processor.flops[dtype], bandwidth=machine.memories[processor.memory].bandwidth)
         for name, processor in machine.processors.items()
@@ -145,8 +145,8 @@ def write_recording(
     Args:
         report: the batch's report.
         listener: told of each file before it is written.
-        clocks: corrections of the nodes' clocks, by rank.
-        roofs: limits of the processors, if they are known.
+        clocks: corrections of the nodes' clocks, by the node's rank as text.
+        roofs: peak rates of the processors, by name; None if they are not known.
         explanation: explanation of the batch, if it was made before.
 
     Raises:

@@ -171,7 +171,7 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
 
 
 def _gpu_comments(parts: Parts, gpu: Gpu, count: int, disk: Disk | None, of_link: str) -> dict[str, str]:
-    """Return texts on the sources of the figures of GPUs, disk and links, by the table's name in the machine's file.
+    """Return texts on the sources of the figures of GPUs, disk and links, as the `comments` of a `BuiltMachine`.
 
     Args:
         count: number of GPUs.
@@ -274,8 +274,7 @@ def _built(
     """Return the machine with the sources of its figures, and with sentences on the assumed figures.
 
     Args:
-        comments: texts on sources, by the table's name in the machine's file; those on the CPU and on host memory are
-            added here.
+        comments: texts on sources, as in `BuiltMachine`; those on the CPU and on host memory are added here.
         sockets: number of CPU sockets.
         assumed: sentences on assumed figures; those on host memory are added here.
     """

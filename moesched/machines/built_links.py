@@ -55,7 +55,7 @@ class GpuLinks(NamedTuple):
 
 
 def gpu_links(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> GpuLinks:
-    """Return the links between a GPU and host memory, on a board with its CPU or in a PCIe slot.
+    """Return the links between a GPU and host memory: those of a PCIe slot, or of a board that has GPU and CPU.
 
     Args:
         count: number of GPUs, which share the lanes of the CPUs in all `sockets`.
@@ -122,7 +122,7 @@ def host_copies(bandwidth: float) -> Staging:
 
 
 def gpu_interconnect(rate: float, count: int) -> Interconnect:
-    """Return the connection between any two of `count` GPUs, which goes through the slots of both, without a bridge.
+    """Return the connection between any two of `count` GPUs that have no bridge; it goes through both PCIe slots.
 
     An all-reduce is one kernel of 2 * (count - 1) rounds, each of which crosses PCIe twice.
 

@@ -1,4 +1,4 @@
-"""Cost model, from measured times of operations, of a machine whose accelerator and host share one memory."""
+"""Cost model of a machine whose accelerator and host share one memory, from measured times of operations."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ MOST_FEW_ROWS = 16
 class Calibrated:
     """Cost model from a machine's table of measured operations: work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. For an operation with larger weights than any that were
-    measured, extra time is added to its time at the largest measured size. The extra time is the difference between the
-    times of matrix products alone at the two sizes, multiplied by a factor, because a product alone reads weights
-    faster than a product in a run. The factor is the measured time of the LM head divided by the time of its product
-    alone, and at least 1. Concurrent work is slowed as measured. Work without parts takes the time that the roofline
-    gives.
+    Times are interpolated between measured sizes and rows. Where an operation's weights are larger than the largest
+    measured ones, its time is the one at the largest measured size, plus extra time. The extra time is the time that a
+    matrix product alone takes longer at the larger size, times a factor, because a product alone reads weights faster
+    than a product in a run. The factor is the measured time of the LM head divided by the time of its product alone,
+    but at least 1. Concurrent work is slowed as measured. Work without parts takes the time that the roofline gives.
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by class of work, "low" or "high": the end of the class's range of measured speeds to use. Classes that
-            are not named use the median.
+        levels: which end of its range of measured speeds a class of work uses, "low" or "high", by the class's name.
+            Classes that are not named use the median.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.

@@ -19,8 +19,8 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by group of rates, "low" or "high": the figure of each of the group's estimates to use. Groups that are
-            not named use the expected figure.
+        levels: which figure of its estimates a group of rates uses, "low" or "high", by the group's name. Groups that
+            are not named use the expected figure.
 
     Raises:
         BadInput: the accelerator has neither measured costs nor a rate in this dtype.

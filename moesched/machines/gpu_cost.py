@@ -24,8 +24,8 @@ class GpuCosts:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by group of rates, "low" or "high": the figure of each of the group's estimates to use. Groups that are
-            not named use the expected figure. The cost table's groups are "product" and "dispatch".
+        levels: which figure of its estimates a group of rates uses, "low" or "high", by the group's name. Groups that
+            are not named use the expected figure. The cost table's groups are "product" and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -67,7 +67,9 @@ class GpuCosts:
         )
 
     def running(self, work: Work) -> float:
-        """Return the seconds of the kernels or the copy of `work`; if it has measured products, only these count.
+        """Return the seconds that the kernels or the copy of `work` run, without the seconds to start them.
+
+        If `work` has products with weights, and such products were measured, only the products count.
 
         Raises:
             BadInput: the machine has no such resource, or no rate for this dtype.
@@ -85,8 +87,8 @@ class GpuCosts:
     def _starting(self, work: Work, rated: Demand) -> float:
         """Return the seconds to start all kernels of `work`; for a copy, the seconds beyond the time of its link.
 
-        The seconds are those measured for this kind of task. They follow from rates if this was not measured, or if the
-        processor replays graphs, since the measured kernels were started one by one.
+        They are the seconds measured for tasks of this kind. If such tasks were not measured, the seconds follow from
+        rates; also if the processor replays graphs, since the measured kernels were started one by one.
 
         Args:
             rated: the demand of `work` by rates alone.
@@ -99,7 +101,7 @@ class GpuCosts:
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
 
     def _work_class(self, work: Work) -> str:
-        """Return the class of `work`, by which the measured slowdowns of other work beside `work` are found.
+        """Return the class of `work`, by which measured slowdowns are found: its own, and those of work beside it.
 
         The class is empty for work on the GPU, whose kernels slow down nothing elsewhere. If cache writes were not
         measured, they have the class of other copies on the same link.

@@ -23,8 +23,8 @@ class WorkTimes(NamedTuple):
     Attributes:
         computing: time to compute, if memory took no time.
         moving: time to move the bytes at the rate that these kernels reach, if computing took no time.
-        holding: time for which the memory's bandwidth would be used up if the bytes moved at the rate that all users of
-            the memory reach together; at most `moving`.
+        holding: time to move the bytes at the rate that all users of the memory reach together, if computing took no
+            time; at most `moving`.
         working: time to compute and to move the bytes. The two overlap, except where a power limit prevents it.
         fixed: time to start the kernels, and time of the host's handling of the result.
     """
@@ -47,8 +47,8 @@ class KernelTimes:
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: by group of rates, "low" or "high": the figure of each of the group's estimates to use. Groups that are
-            not named use the expected figure.
+        levels: which figure of its estimates a group of rates uses, "low" or "high", by the group's name. Groups that
+            are not named use the expected figure.
     """
 
     def __init__(

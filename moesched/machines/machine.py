@@ -54,8 +54,8 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         device_class: name of a class of device; its file in `rates/` has the shares of the stated rates that kernels
             sustain. Empty if kernels sustain the stated rates in full.
         rates: estimates of this processor's sustained rates, by name; they replace those of the class.
-        replays: whether the replay of a graph starts each task of up to 128 rows, as on device cuda with `triton=true`.
-            The graph has the kernels of this task alone, or of a whole decode step.
+        replays: whether tasks of up to 128 rows are started by the replay of a graph of kernels, as on device cuda with
+            `triton=true`. A graph has the kernels of one task, or of a whole decode step.
     """
 
     memory: str
@@ -74,7 +74,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes:
         capacity: size in bytes, as a number or text with a unit.
         bandwidth: bytes per second.
-        reserved: the part of the capacity that plans leave to the system, drivers and other programs.
+        reserved: bytes, or text with a unit, that plans leave to the system, drivers and other programs.
     """
 
     capacity: int | str
@@ -95,7 +95,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bandwidth: bytes per second.
         latency: seconds per transfer.
         path: name of the wire or bus; links with equal paths share a lane. By default "source->destination".
-        sustained: share of the bandwidth that copies sustain; by default the shipped estimate for such copies.
+        sustained: share of the bandwidth that copies sustain; None for the estimate in `rates/` for this kind of copy.
     """
 
     source: str
@@ -112,12 +112,12 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Copies within the host's memory into its page-locked part, which are needed if page-locked memory is limited.
+    """Copies from the host's memory into its page-locked part, needed if page-locked memory is limited.
 
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per copy.
-        sustained: share of the bandwidth that copies sustain; by default the shipped estimate for such copies.
+        sustained: share of the bandwidth that copies sustain; None for the estimate in `rates/`.
     """
 
     bandwidth: Rate
@@ -171,14 +171,14 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates at which the accelerator's driver wires weights (pins them in memory); the driver unwires idle weights.
+    """Rates at which the GPU's driver wires weights (pins them in memory); it unwires arrays that are idle.
 
     Attributes:
         idle_seconds: idle time after which an array is unwired.
         first_bandwidth: bytes per second of wiring an array for the first time.
         again_bandwidth: bytes per second of wiring an array again.
-        prestacked: whether one array has an expert's weights of all layers, so that a use in any layer keeps the whole
-            array wired; otherwise each layer has an array of its own for the expert.
+        prestacked: True if an array holds one expert's weights of all layers, so that a use in any layer keeps the
+            array wired; False if an array holds one expert's weights of one layer.
         standby: whether all arrays are wired before the first request, and stay wired until it comes.
     """
 
@@ -197,13 +197,14 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "dispatch KIND" for the time to start a task whose `Work.kind` is KIND. Other machines also have "dispatch",
             the time from the end of a task to the start of the next one on its lane.
         size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
-            attention, bytes that one KV head caches of one sequence.
+            attention, bytes of cache of one sequence in one KV head.
         seconds: time of the operation. A dispatch on the GPU has the time of the whole task. A dispatch on the host or
             a link has the task's time less the time of its computation or its copy.
         dtype: dtype of activations and of plain weights; empty if it does not matter.
         format: storage format of coded (quantised) weights; empty for plain weights.
-        rows: number of rows that are multiplied with the weights; for reads or transfers, their number; for a decode
-            step's attention, the number of KV heads; for a task's dispatch, the number of calls.
+        rows: number of rows that are multiplied with the weights; for reads or transfers, number of pieces or pages;
+            for a decode step's attention, number of KV heads; for a task's dispatch, number of its calls of experts
+            or attention.
         resource: the processor or link of the measurement; empty on a machine with one processor.
         scaled_from: dtype whose measured time was scaled to this one; empty if this time was measured.
     """
@@ -223,7 +224,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         work: class of the slowed work: one of WORK_CLASSES, or a link as "source->destination". Old files may also
-            have the operations in BY_THEMSELVES, which predictions ignore.
+            name operations of BY_THEMSELVES; predictions ignore such entries.
         beside: classes that run beside the slowed work, joined by " + " in alphabetical order.
         rate: speed of the slowed work, relative to running alone.
     """
@@ -242,7 +243,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         spread: range (low, expected, high) of the measured speed of each class of work, relative to its median. Keys
             are as in `Contention.work`; on a machine with a GPU, "product" and "dispatch".
         network: the connection to other machines of this kind; None for a single machine.
-        wired_memory: rates of wiring weights; None if the accelerator's driver never unwires weights.
+        wired_memory: rates of wiring weights; None if the GPU's driver never unwires weights.
         price_usd: price of the whole machine in US dollars.
         staging: copies into page-locked memory, for runs that limit it; None if their rate is not known.
     """

@@ -35,7 +35,7 @@ def find_gpu(name: str) -> tuple[Gpu, int]:
     """Find a GPU by a text such as "RTX 3090" or "2x RTX 3090"; return the GPU and the number of GPUs.
 
     Raises:
-        BadInput: the library has no GPU of that name, or several; the message names the nearest.
+        BadInput: no GPU in the library of parts fits the name, several fit equally well, or the number is impossible.
     """
     count, name = counted(name, "--gpu", "2x RTX 3090")
     return find_part(name, library().gpus, "GPU"), count
@@ -45,7 +45,7 @@ def find_cpu(name: str) -> tuple[Cpu, int]:
     """Find a CPU by a text such as "Ryzen 7950X" or "2x EPYC 7763"; return the CPU and the number of sockets.
 
     Raises:
-        BadInput: the library has no CPU of that name, or several; the message names the nearest.
+        BadInput: no CPU in the library of parts fits the name, several fit equally well, or the number is impossible.
     """
     count, name = counted(name, "--cpu", "2x EPYC 7763")
     return find_part(name, library().cpus, "CPU"), count
@@ -55,7 +55,7 @@ def find_chip(name: str) -> Chip:
     """Find a chip whose CPU and GPU share one memory, by its name.
 
     Raises:
-        BadInput: the library has no chip of that name, or several; the message names the nearest.
+        BadInput: no chip in the library of parts fits the name, or several fit equally well.
     """
     return find_part(name, library().chips, "chip")
 
@@ -139,7 +139,7 @@ def _of_another_kind(name: str, kind: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """Split a name into words, which are runs of letters or of digits, in lower case; names of vendors are left out."""
+    """Split a name into lower-case words, each of letters only or of digits only; words in `_VENDORS` are left out."""
     found = re.findall(r"[a-z]+|[0-9]+", name[:LONGEST_NAME].lower())
     return [word for word in found if word not in _VENDORS]
 

@@ -27,11 +27,11 @@ _PCIE = re.compile(r"(?:pcie|gen)?\s*(?:gen)?\s*([0-9]{1,3})(?:\.0)?\s*[x×]\s*(
 
 
 class Ram(NamedTuple):
-    """Memory modules, as far as a text describes them.
+    """Memory modules, as a text describes them; None for each attribute that the text does not give.
 
     Attributes:
-        modules: number of modules, if the text gives the size of each.
-        channels: number of channels, if the text does not give the size of each module.
+        modules: number of modules, as in "2x32GB".
+        channels: number of channels, as in "2xDDR5-5600".
         kind: type and speed, such as "DDR5-5600".
         nbytes: size of all modules together.
     """
@@ -65,10 +65,10 @@ class Disk(NamedTuple):
 
 
 def parse_ram(text: str) -> Ram:
-    """Parse a text with channels, sizes, type and speed of RAM, each of which is optional.
+    """Parse a text on RAM: the number of channels or modules, the size, and the type with its speed.
 
-    Forms: "2xDDR5-5600" (two channels), "2xDDR5-5600 64GB" (with total size), "2x32GB DDR5-5600" (two modules), "64GB
-    DDR5-5600" and "64GB".
+    Forms: "2xDDR5-5600" (two channels), "2xDDR5-5600 64GB" (with total size), "2x32GB DDR5-5600" (two modules),
+    "2x32GB", and each of these without "2x".
 
     Raises:
         BadInput: the text has none of these forms, a figure is 0, or no module of that type is sold with that speed.

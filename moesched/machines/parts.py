@@ -1,4 +1,4 @@
-"""The library of parts: GPUs, chips with one memory, CPUs and types of memory.
+"""The library of parts: GPUs, chips whose CPU and GPU share one memory, CPUs and types of memory.
 
 The files in library/ list the parts by series. A part inherits the figures of its series unless it has its own. Figures
 are from data sheets; each series names its source.
@@ -123,8 +123,8 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         channels: memory channels of 64 bits.
         pcie: generation of its PCIe lanes.
         lanes: PCIe lanes of one socket, for all GPUs together.
-        lanes_of_two: PCIe lanes of two sockets together, for all GPUs, if some lanes connect the sockets to each other;
-            None if two sockets have twice `lanes`.
+        lanes_of_two: PCIe lanes of two sockets together, for all GPUs; None for twice `lanes`. It is less than that
+            if some lanes connect the sockets to each other.
     """
 
     architecture: str
@@ -173,7 +173,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def named(self) -> dict[str, Mapping[str, Part]]:
-        """The parts that `moesched machine` accepts, by name, for each of its options "gpu", "chip" and "cpu"."""
+        """For each option "gpu", "chip" and "cpu" of `moesched machine`, the parts that it accepts, by name."""
         return {"gpu": self.gpus, "chip": self.chips, "cpu": self.cpus}
 
     def flops(self, part: Cpu | Chip) -> dict[str, float]:

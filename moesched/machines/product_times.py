@@ -17,7 +17,7 @@ RESIDENT = "resident "
 
 
 class ProductTimes:
-    """Times of products, interpolated between the measured times by the number of weights and rows.
+    """Times of products, interpolated between the measured numbers of weights and of rows.
 
     Args:
         points: costs measured on one processor; points of other operations are ignored.
@@ -57,8 +57,8 @@ class ProductTimes:
             rows: number of rows of activations.
             stored: quantised format of the weights; `COLUMNS` for plain transposed weights, empty for other plain
                 weights.
-            resident: whether the weights stay in memory. A device may rearrange such weights for faster products, so
-                the times of products with such weights are used if they were measured.
+            resident: whether the weights stay in memory, where a device may rearrange them for faster products. If
+                True, the times measured for resident weights are used where there are any.
         """
         kinds = (RESIDENT_PRODUCT, PRODUCT) if resident else (PRODUCT,)
         surface = next(

@@ -62,9 +62,10 @@ def parse_machine(text: bytes, where: str) -> Machine:
 
 
 def machine_from(raw: dict[str, Any], where: str) -> Machine:
-    """Make a machine from the tables of its file, as dicts and lists.
+    """Make a machine from the contents of its file.
 
     Args:
+        raw: the tables of the file, as dicts and lists.
         where: name of the file, for error messages.
 
     Raises:
@@ -88,7 +89,7 @@ def machine_from(raw: dict[str, Any], where: str) -> Machine:
 
 
 def _entries(raw: Any, section: str) -> Iterable[tuple[str, Any]]:
-    """Return pairs of name and value of a table's entries; none if `raw` or `raw[section]` is not a table."""
+    """Return the (name, value) pairs of the table `raw[section]`; none if `raw` or `raw[section]` is not a table."""
     entries = raw.get(section) if isinstance(raw, dict) else None
     return entries.items() if isinstance(entries, dict) else ()
 

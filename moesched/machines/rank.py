@@ -17,8 +17,9 @@ def rank_share(machine: Machine, ranks: int) -> Machine:
     overlap, through the host's memory.
 
     Raises:
-        BadInput: the machine has fewer accelerators. For several ranks also if its costs were measured, since that was
-            with one accelerator, or if it has neither an interconnect nor links to the host's memory and back.
+        BadInput: `ranks` is less than 1, or exceeds the number of accelerators. If `ranks` is above 1, also if the
+            machine's costs were measured (that was with one accelerator), or if the machine has neither an interconnect
+            nor links between the accelerator's and the host's memory in both directions.
     """
     count = machine.accelerator_group.count
     if not 1 <= ranks <= count:

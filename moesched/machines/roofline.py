@@ -21,8 +21,8 @@ class Roofline:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by name of a group of rates, the figure of its estimates to use, "low" or "high". Groups that are not
-            named use the expected figure.
+        levels: "low" or "high" by name of a group of rates (see `sustained.groups`): the figure to use of the group's
+            estimates. Groups that are not named use the expected figure.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -88,7 +88,7 @@ class Roofline:
     def _modules(self, memory: str) -> str:
         """Return the name of the memory whose bandwidth is used by copies from or to `memory`: mostly `memory` itself.
 
-        Copies from or to pinned memory use the bandwidth of the host's memory, if the machine's stated rates are peaks.
+        For pinned memory, it is the host's memory, but only on a machine whose rates are peaks (see `is_rated`).
         """
         pinned = memory == self.machine.roles.pinned and is_rated(self.machine)
         return self.machine.host.memory if pinned else memory
@@ -101,7 +101,7 @@ def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
     """Return the measured speeds of each class of work beside others.
 
     Returns:
-        For each class, pairs (classes that run beside this class; this class's speed, relative to running alone).
+        For each class, pairs (other classes that run beside it, joined by " + "; its speed, relative to running alone).
     """
     found: dict[str, list[tuple[str, float]]] = {}
     for pair in machine.contention:

@@ -32,17 +32,17 @@ def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
 
 
 def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
-    """Return the machine with limited page-locked memory in the role `pinned`, through which pages pass.
+    """Return the machine with a limited page-locked memory in the role `pinned`; pages pass through it.
 
     Args:
         limit: bytes of page-locked memory, as a number or text such as "16GB".
         ring: whether copies between the accelerator and the rest of the host's memory go in pieces through a ring in
             page-locked memory, as on device cuda: at the rate of the link or of copies within the host's memory,
-            whichever is lower. Otherwise the copies are pageable: the driver stages them on one thread.
+            whichever is lower. Otherwise the copies are pageable: the GPU's driver stages them on one thread.
 
     Raises:
         BadInput: accelerator and host share a memory, memory is staged already, the machine does not say how fast its
-            host copies, or the limit is 0, or exceeds the host's memory.
+            host copies, or the limit is 0, or is not less than the host's memory.
     """
     if not machine.page_locked:
         problem = "one memory for all" if machine.unified else f"{machine.roles.pinned} memory already"
@@ -99,7 +99,7 @@ def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
 def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
     """Return a link between accelerator and host memory with the rate of copies in pieces through page-locked memory.
 
-    The rate is the lower one of the link's rate and of `staging`, the rate of copies within the host's memory.
+    The rate is the link's or that of copies within the host's memory (`staging`), whichever is lower.
     """
     slower, kind = (link, "pinned") if link.bandwidth <= staging.bandwidth else (staging, "host_copies")
     sustained = slower.sustained or copies_of(machine).rates[kind]

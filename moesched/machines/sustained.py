@@ -52,9 +52,9 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Sustained rates of a class of device.
 
     Attributes:
-        rates: estimates by the names in WORDS.
-        tile_rows: rows of a kernel's tile: a product of more than `few_rows`, but fewer than `tile_rows` rows takes as
-            many FLOPs as one of `tile_rows` rows.
+        rates: estimates by name of the rate, a key of WORDS.
+        tile_rows: number of rows of a kernel's tile. A product of fewer rows takes the FLOPs of a whole tile, unless
+            it has at most `few_rows` rows.
         few_rows: the largest number of rows for which kernels read the weights once and compute no tiles.
         turns: share of the computing time, from 0 to 1, in which memory cannot be read because of the power limit; in
             the rest of the time, reading and computing overlap.
@@ -98,7 +98,7 @@ def rates_of(processor: Processor) -> dict[str, Estimate]:
 
 
 def copies_of(machine: Machine) -> DeviceClass:
-    """Return the sustained rates of a machine's links by kind of copy, in the form of a class of device."""
+    """Return a `DeviceClass` with the sustained rates of a machine's copies and network, by kind (a key of WORDS)."""
     return _read(COPIES if is_rated(machine) else STATED_COPIES)
 
 
@@ -148,8 +148,8 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
     """Return the share of a link's stated bandwidth, from 0 to 1, that copies sustain.
 
     Args:
-        levels: by kind of copy, the figure of its estimate to use, "low" or "high". Kinds that are not named use the
-            expected figure.
+        levels: "low" or "high" by kind of copy: the figure to use of the kind's estimate. Kinds that are not named use
+            the expected figure.
     """
     kind = link_kind(machine, link)
     estimate = link.sustained or copies_of(machine).rates[kind]
@@ -160,8 +160,8 @@ def groups(machine: Machine) -> dict[str, str]:
     """Return a label in words for each group of rates, by the group's name.
 
     An uncertainty band sets all rates of a group to their low or high figures at once. A group is a rate of a class of
-    device, or a kind of copy. A calibrated machine also has a group for each class of work whose spread was measured;
-    it has only these groups if accelerator and host share one memory.
+    device, or a kind of copy. A calibrated machine also has a group for each class of work whose spread was measured.
+    A calibrated machine whose accelerator and host share one memory has no other groups.
     """
     found = {name: f"measured: {name}" for name in machine.spread}
     if machine.cost_table and machine.unified:

@@ -99,7 +99,7 @@ class Blocks(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the file for reads that bypass the page cache; many may run at once. -1 if there is none."""
+        """File descriptor for reads that bypass the page cache, any number of them at once; -1 if there is none."""
 
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         """Read bytes of the file from `offset` on into the buffer `into`, and return the number of bytes read.
@@ -125,8 +125,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
         path: the model's folder or file.
         tensors: location of each tensor, by its canonical name, such as "layers.0.experts.3.up" (see `tensors.py`).
         skipped: names of tensors in the files that are not needed, as the architecture says.
-        identities: for each file, its identity at the time when it was opened.
-        absent: for each file that is not on this machine, but whose header is, the file's size in bytes.
+        identities: for each file on this machine, its number, size and times before its header was read.
+        absent: size in bytes of each file of which only a copy of the header is on this machine.
     """
 
     config: ModelConfig
@@ -159,8 +159,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
 def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
     """Locate every tensor of a model in its safetensors or GGUF files.
 
-    A tensor in a file may contain several of the model's tensors, such as all experts of a layer; each of these then
-    has a range of its bytes. Only headers are read.
+    A tensor in a file may contain several of the model's tensors, such as all experts of a layer. Each of the model's
+    tensors then is a range of the bytes of the tensor in the file. Only headers are read.
 
     Args:
         model: a folder with one safetensors file, or with several files and an index; or a GGUF file, which may be any
@@ -229,7 +229,7 @@ def checkpoint_of(contents: Contents) -> Checkpoint:
 def _parts_of(
     found: FoundTensor, published: Published, stored: StoredFormat
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield name and location of each canonical tensor in a stored tensor, which contains them one after the other."""
+    """Yield name and location of each tensor in `published.parts`; `found` contains them one after the other."""
     start, end = found.entry.data_offsets
     offset = found.data_start + start
     if found.scales is not None:
@@ -328,7 +328,7 @@ def _unknown(found: FoundTensor, contents: Contents) -> BadInput:
 def _stored_twice(
     second: FoundTensor, tensor: str, all_found: Iterable[FoundTensor], names: Names
 ) -> BadInput:
-    """Return the error for a tensor of the model that two tensors in the files contain."""
+    """Return the error for the model's tensor `tensor`, which two tensors in files contain: `second` and another."""
     first = next(
         found for found in all_found if found.name != second.name and _holds(names.get(found.name), tensor)
     )

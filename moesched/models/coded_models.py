@@ -77,9 +77,9 @@ def coded_as(config: ModelConfig, name: str) -> ModelConfig:
 
 
 def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> ModelConfig:
-    """Return a copy of a model's configuration that says which tensors stay in the format of the files.
+    """Return a copy of a model's configuration that lists the tensors which keep their format in the files.
 
-    Coded tensors stay. Norms and routers in float32 stay, too, unless all matrices are in float32. All other tensors
+    Coded tensors keep it. So do norms and routers in float32, if any matrix is in another format. All other tensors
     are converted to the dtype of the computation.
 
     Args:

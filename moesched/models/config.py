@@ -40,7 +40,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             the layers.
         formats: pairs (name, storage format) of tensors outside the layers, for those that are kept in memory in
             another format than the dtype of the computation.
-        expert_format: storage format of the experts; None if it is `format`. Ignored if `format` is None or "bf16".
+        expert_format: storage format of a simulated model's experts; None for the same as `format`. It has no effect
+            if `format` is None or "bf16".
         embedding_factor: number that multiplies the embeddings.
         residual_factor: number that multiplies the attention output before it is added to the residual; for expert
             outputs, see `Router.scale`.
@@ -114,7 +115,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return list(groups.values())
 
     def cut(self, layers: int) -> ModelConfig:
-        """Return a configuration with fewer layers: each kind of layer keeps about its share, and at least one."""
+        """Return a configuration with `layers` of the layers; each kind keeps about its share (`representative`)."""
         chosen = representative(self.pattern, layers)
         return replace(self, pattern=tuple(self.pattern[number] for number in chosen))
 

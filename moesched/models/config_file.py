@@ -286,7 +286,7 @@ class ConfigFile:
             raise self.impossible(f"num_hidden_layers is {layers:,}", f"it may be {MOST_LAYERS:,}")
 
     def require_number(self, name: str, value: float) -> None:
-        """Raise BadInput if a number is too large or too small for float32; whole numbers are checked as sizes.
+        """Raise BadInput if a number is too large or too small for float32; an int has the limits of `require_size`.
 
         Args:
             name: the key, for the message.
@@ -384,7 +384,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy without the keys whose value is null, except keys for which null is not the default."""
+    """Return a copy without the keys whose value is null; keys in NULL_SAYS_SOMETHING stay with any value."""
     return {
         key: _without_defaults(value) if isinstance(value, dict) else value
         for key, value in values.items()

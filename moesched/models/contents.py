@@ -23,7 +23,7 @@ from moesched.models.tensors import count_tensors, count_weights
 class Names:
     """The tensors that a model's files may have, by their names in files.
 
-    The function `others` is called only once a name is looked up that published files do not have.
+    The first look-up of a name that is not in `published` calls `others`.
 
     Args:
         published: the tensors of published files, by name.
@@ -84,7 +84,7 @@ def without_prefix(name: str) -> str:
 
 
 def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
-    """Return descriptions of tensors by their names in files without the prefix "model.", as `Names` looks them up."""
+    """Return descriptions of tensors by name in files, with the prefix "model." removed from each name."""
     return {without_prefix(name): stored for name, stored in tensors.items()}
 
 

@@ -61,8 +61,8 @@ def layer_bytes(operations: Operations, tokens: int) -> int:
 def exchanged_bytes(operations: Operations) -> int:
     """Return the bytes per token of memory for exchanges between nodes, in one layer.
 
-    There is room for two arrays. An array has each token's input for experts, and the numbers and weights of the
-    token's experts. The same room holds a partial sum of expert outputs and the whole sum, which are smaller.
+    The memory has room for two arrays of each token's input for experts, with the numbers and weights of the token's
+    experts. Smaller arrays use the same memory: a partial sum of expert outputs, and the whole sum.
     """
     return 2 * operations.row_and_choices_bytes
 
@@ -143,12 +143,12 @@ def mask_bytes(tokens: int, cached: int) -> int:
 def beside_cache_bytes(
     operations: Operations, starts: Sequence[int], tokens: Sequence[int], scattered: int = 0
 ) -> int:
-    """Return the most bytes of keys and values that a chunk of prompts needs in addition to the KV cache of a layer.
+    """Return the bytes of keys and values that a chunk of prompts needs beside the KV cache, in the layer with most.
 
     Args:
-        starts: for each request, its number of tokens before the chunk; used for layers with a sliding window.
-        tokens: for each request, its number of tokens in the chunk; used for layers with a sliding window.
-        scattered: the most tokens whose keys and values are gathered from scattered blocks of the cache; used for
+        starts, tokens: for each request, its number of tokens before the chunk and in the chunk. Used for layers with
+            a sliding window.
+        scattered: the most tokens whose keys and values are gathered from scattered blocks of the cache. Used for
             layers without a window.
     """
     return max(

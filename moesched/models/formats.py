@@ -75,7 +75,7 @@ def _format(name: str, each: float, rate: float, why: str, **other: float) -> Fo
 
 
 def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, favoured: float) -> Format:
-    """Return a format of llama.cpp, in which half of the value and down matrices have another size than most matrices.
+    """Return a format of llama.cpp, in which half of the value and down matrices have `favoured` bytes per weight.
 
     llama.cpp's function `use_more_bits` chooses that half.
 

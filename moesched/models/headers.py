@@ -72,7 +72,7 @@ class FoundTensor(msgspec.Struct, gc=False):
 
 
 class Header(NamedTuple):
-    """The tensors of a file, and the identity of the file before the header was read."""
+    """The tensors of a file, and the file's identity (inode, size and times) before the header was read."""
 
     tensors: list[FoundTensor]
     identity: FileIdentity

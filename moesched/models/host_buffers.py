@@ -1,7 +1,7 @@
-"""Bytes of page-locked host memory through which data passes to and from an accelerator with its own memory.
+"""Sizes of page-locked host buffers through which data passes to and from an accelerator with its own memory.
 
-The accelerator copies from and to this memory without the host's processor, so the memory is page-locked, in whole
-pages.
+The accelerator copies from and to these buffers without the host's processor, so they are page-locked, in whole pages
+of the system (4 KiB), not pages of weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def routed_rows_bytes(operations: Operations, tokens: int) -> int:
 
 
 def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
-    """Return the bytes of buffers, freed after each layer, with which a host computes the experts of prompts.
+    """Return the bytes of buffers, freed after each layer, with which a host computes experts in prefill.
 
     Each buffer is allocated with its size rounded up to a power of two.
 
@@ -97,7 +97,7 @@ def ring_slot_bytes(page_bytes: int) -> int:
 
 
 def in_pages(nbytes: int) -> int:
-    """Round a number of bytes up to whole pages of page-locked memory."""
+    """Round a number of bytes up to whole 4 KiB pages of page-locked memory."""
     return -(-nbytes // LOCKED_PAGE) * LOCKED_PAGE
 
 
@@ -109,6 +109,6 @@ def _routed(operations: Operations, tokens: int) -> Sequence[int]:
 def _in_lines(nbytes: int) -> int:
     """Round a number of bytes up to whole cache lines, so that each buffer begins at a cache line.
 
-    The last bits of a product may depend on this alignment.
+    The lowest bits of a matrix product may depend on this alignment.
     """
     return -(-nbytes // CACHE_LINE) * CACHE_LINE

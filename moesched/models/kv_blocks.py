@@ -1,4 +1,4 @@
-"""Numbers of tokens for which KV caches have room, in whole blocks; with a sliding window, only the window's blocks."""
+"""Numbers of tokens in KV caches, rounded up to whole blocks; with a sliding window, only the window's blocks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PROMPT_TILE = 64
 
 
 def cached_tokens(length: int) -> int:
-    """Return the number of tokens for which a sequence of `length` tokens takes room in a KV cache, in whole blocks."""
+    """Round the length of a sequence, in tokens, up to whole blocks of a KV cache."""
     return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
 
 
 def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
-    """Return the number of tokens for which a request takes room in the KV cache, in whole blocks.
+    """Return the number of tokens for which a request's blocks in the KV cache have room, of all beams together.
 
     The request's beams share the full blocks of the prompt, and each beam has its own copy of the rest.
 
@@ -36,20 +36,21 @@ def window_tokens(window: int) -> int:
 
 
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
-    """Return the number of a request's tokens that a cache still keeps, of all beams together.
+    """Return the number of a request's tokens that are still in a cache, summed over its beams.
 
     Args:
-        tokens: number of the request's tokens that were cached, of all beams together.
-        most: the largest number of tokens that the cache keeps of each beam; None for all.
+        tokens: number of the request's tokens that were ever put in the cache, summed over its beams.
+        most: the most tokens that the cache keeps of one beam, the latest ones; None for all.
         beams: number of beams of the request.
     """
     return tokens if most is None else min(tokens, beams * most)
 
 
 def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
-    """Return the most tokens whose keys and values a chunk of prompts copies out of a sliding window's cache.
+    """Return the most tokens whose keys and values need room beside a sliding window's cache, for a chunk of prompts.
 
-    The chunk overwrites a part of the cache, so the keys and values that its tokens attend to need room elsewhere.
+    The chunk overwrites a part of the cache. So the keys and values that it attends to, cached ones and its own, are
+    first put elsewhere.
 
     Args:
         starts: for each request, its number of tokens before the chunk; those still in the cache are copied.

@@ -138,7 +138,8 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): the cache has one compressed vector per token.
 
     In decode, queries are projected to the latent space, and heads attend to the latent vectors themselves. In prefill,
-    the latent vectors are expanded to keys and values. Either way, the weights of the expansion are read once.
+    the latent vectors are expanded to keys and values. Either way, all tokens share one
+    reading of the expansion's weights.
 
     Attributes:
         query_rank: width of the compressed queries; None if queries are not compressed.
@@ -303,8 +304,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     Attributes:
         norms: number of norms of the hidden state.
-        formats: pairs (name, storage format) of tensors that are kept in memory in another format than the dtype of the
-            computation; names have the form that `tensor_in_layer` returns.
+        formats: pairs (name, storage format) of tensors that keep this format in memory, whatever the dtype of the
+            computation; names are as `tensor_in_layer` returns them.
     """
 
     attention: Attention
@@ -322,8 +323,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """Return a copy of the layer with other settings.
 
         Args:
-            settings: values of fields of its attention, or, for names that attention does not have, of its feed-forward
-                network.
+            settings: new values of fields of its attention and of its feed-forward network. If both have a field of
+                the same name, attention's changes.
         """
         of_attention = {
             name: settings.pop(name) for name in self.attention.__struct_fields__ if name in settings
@@ -342,7 +343,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
 
 def representative(pattern: tuple[Layer, ...], count: int) -> tuple[int, ...]:
-    """Return the numbers of `count` layers, in which each kind has about its share of the pattern.
+    """Choose `count` layers, so that each kind has about its share of the pattern; return their numbers.
 
     The first layers of each kind are chosen, and at least one of each kind. If there are more kinds than `count`, only
     the most frequent kinds have a layer.

@@ -50,11 +50,11 @@ class Page(msgspec.Struct, frozen=True):
     Attributes:
         id: position among all pages of the model.
         expert: number of the expert in its layer; -1 for weights that every token needs.
-        index: position among the pages of this expert, or of these weights.
+        index: position among the pages of this expert, or of the layer's weights that every token needs.
         extents: the rows of tensors in the page.
         nbytes: bytes up to the end of the last extent.
-        room: the most bytes that the page takes in a slot. Files are read in whole blocks, so each extent may need up
-            to two blocks more than its own bytes, depending on where its tensor lies in the file.
+        room: the most bytes that the page takes in a slot. Files are read in whole disk blocks, so each extent may need
+            up to two blocks more than its own bytes, depending on where its tensor lies in the file.
     """
 
     id: int
@@ -151,14 +151,14 @@ def weight_layout(
     """Cut the model's weights into pages of at most `page_bytes` bytes.
 
     Tensors follow each other in a fixed order. A tensor that does not fit into the rest of a page begins the next page.
-    A matrix larger than a page is cut into equal parts, of which a page has at most one. The layout, and with it the
-    row blocks of the kernels, depends on the arguments alone.
+    A matrix larger than a page is cut into equal parts, of which a page has at most one. The layout depends on
+    the arguments alone, and so do the blocks of rows that kernels compute.
 
     Args:
         dtype: dtype of the weights in memory; None for the model's own.
         page_bytes: the most bytes of a page. None stands for the size of the largest expert, if that is at most 64 MiB.
-            Otherwise it stands for the smaller size at which the expert's pages take the fewest bytes: the number of
-            pages times the size.
+            Otherwise, of a few smaller sizes, it stands for the one with the smallest product of the size and the
+            number of the expert's pages.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.
@@ -266,7 +266,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """Return the rows of each part of a tensor, cut into as few parts as fit a page; the last part may have fewer."""
+    """Return the rows of a part, if a tensor is cut into the fewest parts that fit pages; the last may have fewer."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

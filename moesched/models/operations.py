@@ -25,7 +25,7 @@ _ATTENTION = WorkPart("attention", 0)
 
 @cache
 def _calls(count: int) -> WorkPart:
-    """Return a WorkPart that has the fixed costs of `count` calls of an attention kernel, without bytes or FLOPs."""
+    """Return a WorkPart for the fixed costs of `count` calls of an attention kernel; it has no bytes and no FLOPs."""
     return WorkPart("attention call", 0, times=count)
 
 
@@ -36,7 +36,7 @@ class Amount(NamedTuple):
         flops: floating-point operations.
         nbytes: bytes moved between a processor and its memory.
         parts: the operation in parts that a table of measured costs can price.
-        kernel_rate: share of a processor's FLOP/s that kernels reach on weights in their storage format.
+        kernel_rate: share, from 0 to 1, of a processor's FLOP/s that kernels reach with the operation's weights.
     """
 
     flops: float
@@ -51,8 +51,8 @@ class Product(NamedTuple):
     Attributes:
         elements: number of elements of the matrices.
         nbytes: bytes of the matrices.
-        kernel_rate: share of a processor's FLOP/s that kernels reach on their storage format.
-        coded: bytes of the matrices in each coded storage format.
+        kernel_rate: share, from 0 to 1, of a processor's FLOP/s that kernels reach with the slowest of the matrices.
+        coded: pairs (storage format, bytes) of the quantised matrices; plain transposed ones are under `COLUMNS`.
     """
 
     elements: int
@@ -61,7 +61,7 @@ class Product(NamedTuple):
     coded: BytesByFormat
 
     def parts(self, operation: str, rows: float, resident: float, times: float = 1) -> tuple[WorkPart, ...]:
-        """Return `times` equal products as one part with resident weights and one with the other weights.
+        """Return two WorkParts for `times` equal products: those with resident weights, and the others.
 
         A part without products is left out.
 
@@ -210,8 +210,8 @@ class AttentionOperations(Products):
             sequences: number of sequences.
 
         Returns:
-            A part with one operation for each sequence. Its size is the mean bytes that one KV head caches of a
-            sequence, and its rows are the KV heads.
+            A part with one operation for each sequence. The part's `size` is the mean bytes of a KV head in a
+            sequence's cache, and its `rows` is the number of KV heads.
         """
         heads = self.layer.attention.cached_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
@@ -256,7 +256,7 @@ class ExpertOperations(Products):
     def preview_route(self, tokens: int) -> Amount:
         """Return the cost, for `tokens` tokens, of running a later layer's norm and router early.
 
-        Measured times of the operation "route" price the router's product.
+        In a table of measured costs, the product with the router's matrix is looked up as the operation "route".
         """
         product = self.routing
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.feed_forward.experts)
@@ -346,7 +346,7 @@ class Operations(AttentionOperations, ExpertOperations):
 
         Args:
             layers: numbers of the layers.
-            requests: for each request, its number of cached tokens.
+            requests: for each request, its number of cached tokens, summed over its beams.
             beams: number of beams of each request.
         """
         counts = Counter(self.by_layer[layer] for layer in layers)

@@ -65,7 +65,7 @@ class _Piece(NamedTuple):
 
 
 class _Array(NamedTuple):
-    """A tensor to write, and the pieces of files that it consists of."""
+    """A tensor to write, with the storage format of its rows, and the pieces of files that it consists of."""
 
     name: str
     stored: StoredFormat

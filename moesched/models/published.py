@@ -64,8 +64,8 @@ def extra_names(config: ModelConfig) -> re.Pattern[str]:
 def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
     """Return the tensors that replace the experts' tensors in prestacked checkpoints, by their names in files.
 
-    By expert, each expert has one tensor of shape (layers, matrices, elements of a matrix). By layer, each matrix of a
-    layer has one tensor of shape (experts, rows, columns), as MLX's `gather_mm` takes it.
+    By expert, each expert number has one tensor for all layers, of shape (layers, matrices, elements of a matrix). By
+    layer, each matrix of a layer has one tensor of shape (experts, rows, columns), as MLX's `gather_mm` takes it.
     """
     if by == "expert":
         return {
@@ -107,7 +107,7 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Published]:
-    """Return the shapes of `tensors`, by name in files, without tensors whose parts the model does not have."""
+    """Return the shapes of `tensors`, by name in files; tensors that the model does not have are left out."""
     shapes = tensor_shapes(config)
     return {
         name: _published([(part, shapes[part]) for part in parts], stacks)

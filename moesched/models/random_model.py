@@ -92,12 +92,12 @@ class RandomModelOptions(Options):
 def write_random_model(given: RandomModelOptions) -> Path:
     """Write a random-weight model and return its path.
 
-    The values of a tensor depend only on the seed, its name and its format: weights are normal with standard deviation
-    0.02, norms are 1. The directory or file is created atomically.
+    A tensor's values depend only on the seed and on the tensor's name, shape and format: weights are normal with
+    standard deviation 0.02, norms are 1. The directory or file is created atomically.
 
     Raises:
-        BadInput: the shape, dtype or format is unknown; files of the model's family cannot describe its layers, or its
-            factors of embeddings, residuals or logits; the directory is in use; or the disk has too little space.
+        BadInput: the shape, dtype or format is unknown; the directory is in use; the disk has too little space; or
+            files of the model's family cannot describe its layers, or factors of embeddings, residuals or logits.
     """
     config, target = _resolve(given.shape, given.layers, given.dtype), Path(given.directory)
     seed, stored_as = given.seed, given.stored_as
@@ -244,9 +244,9 @@ def _index(shards: list[_Shard]) -> dict[str, Any]:
 
 @cache
 def _normal_table(dtype: str) -> npt.NDArray[Any]:
-    """Return 65,536 values that split a normal distribution into equal shares: float32, or bit patterns of bfloat16.
+    """Return 65,536 equally likely values of a normal distribution: float32, or bit patterns of bfloat16.
 
-    A uniform 16-bit number is an index into this table, which is several times as fast as drawing and rounding normals.
+    Looking up a uniform 16-bit number in this table is several times as fast as drawing and rounding a normal number.
     Weights drawn in this way are independent, so that matrices have full rank and differ from tensor to tensor. Only
     the tails beyond 4.3 standard deviations are missing.
     """

@@ -28,7 +28,9 @@ _GROWING = 2
 
 
 def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -> int:
-    """Return the bytes of results, without hidden states, that a micro-batch keeps; 0 if it has over `KEPT_ROWS` rows.
+    """Return the bytes that a micro-batch keeps for results; 0 if it has over `KEPT_ROWS` rows.
+
+    Hidden states that pass from layer to layer are not counted.
 
     Args:
         rows: the micro-batch's new tokens in a step.
@@ -50,10 +52,10 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
     """Return the bytes of scratch memory that all micro-batches share, and of tables of the weights' addresses.
 
     Args:
-        kept: for each allocation of scratch memory, its number of rows. Larger allocations do not replace smaller ones,
-            since captured kernels still use these.
-        decode: number of rows of memory for attention's partial results: the rows of the largest decode step, times the
-            number of allocations that are kept for such a step.
+        kept: for each allocation of scratch memory, its number of rows. A larger allocation does not replace a smaller
+            one, since captured kernels still use the smaller one.
+        decode: number of rows for which attention's partial results have memory. It is the rows of the largest decode
+            step, times the number of allocations kept for that step.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}
@@ -76,7 +78,7 @@ def _scratch_of_a_row(operations: Operations) -> int:
 
 
 def _parts_of_a_row(operations: Operations, longest: int) -> int:
-    """Return the bytes (float32) of attention's partial results over `longest` tokens: outputs, peaks and sums."""
+    """Return the bytes, for one row, of partial results (outputs, maxima, sums) of attention over `longest` tokens."""
     parts = 1 << max(0, -(-longest // PART_TOKENS) - 1).bit_length()
     width = operations.query_width + 2 * operations.layer.attention.heads
     return _GROWING * parts * _FLOAT * width
@@ -85,7 +87,7 @@ def _parts_of_a_row(operations: Operations, longest: int) -> int:
 def _tables(operations: Operations) -> int:
     """Return the bytes of `MOST_TABLES` tables of weights' addresses.
 
-    Half of them list the same matrix of all experts of a layer, the others a single matrix.
+    Half of the tables list one kind of matrix, such as gate, of all experts of a layer; the others list one matrix.
     """
     matrices = operations.config.routed.experts + 1
     return MOST_TABLES * matrices * _BLOCKS_OF_A_MATRIX * _BLOCK_BYTES // 2

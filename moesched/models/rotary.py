@@ -77,7 +77,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
     Attributes:
         attention_factor: number that multiplies cosines and sines, so that attention scores grow with its square; None
             derives it from `factor`, `mscale` and `mscale_all_dim`.
-        truncate: whether the range of pairs between these two kinds is widened to whole indices.
+        truncate: whether the first and the last index of the pairs between, mostly fractions, are rounded outwards.
     """
 
     original_max_position_embeddings: int

@@ -40,7 +40,8 @@ def read_rotary(
 
     Args:
         max_positions: the longest context in tokens; also the context length of the training if no key gives another.
-        theta: base of the frequencies if the nested keys have no `rope_theta`; None for `keys.rope_theta`.
+        theta: base of the frequencies if neither `rope_parameters` nor `rope_scaling` has a `rope_theta`; None for
+            `keys.rope_theta`.
         partial: whether models of this family may rotate only a part of each head.
 
     Raises:
@@ -85,7 +86,7 @@ def _nested(file: ConfigFile, keys: Keys) -> dict[str, Any]:
 
 
 def _spelled(nested: dict[str, Any], keys: Keys) -> dict[str, Any]:
-    """Return nested keys as newer files spell them, with the base and the type."""
+    """Return nested keys as newer files spell them; a missing base or type is added."""
     usual = {"rope_theta": keys.rope_theta, "rope_type": nested.get("type", DEFAULT)}
     return usual | {key: value for key, value in nested.items() if key != "type"}
 

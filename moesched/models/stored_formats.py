@@ -15,14 +15,14 @@ from moesched.models.tensor_shapes import Shape
 
 
 class Bits(NamedTuple):
-    """The bits of a block that hold the weights' codes, or only the lower or the upper bits of the codes.
+    """The place of the weights' codes in a block, or of only the lower or the upper bits of the codes.
 
-    The bits are in runs of `span` bytes; a run is for span * 8 / bits weights. The lowest bits of its bytes are for the
-    first `span` weights, one weight for each byte; the next higher bits are for the next `span` weights, and so on.
+    The codes are in runs of `span` bytes; a run is for span * 8 / bits weights. The lowest bits of byte i of the run
+    are for its weight i, the next higher bits for its weight span + i, and so on.
 
     Attributes:
         bits: number of bits of each code that are held here.
-        offset: bytes from the start of the block to the first of these bytes.
+        offset: bytes from the start of the block to the first run.
         span: number of bytes of a run.
     """
 
@@ -73,7 +73,7 @@ class StoredFormat(NamedTuple):
 
     Attributes:
         group: number of weights that share a scale.
-        block_bytes: bytes of a block; rows are whole blocks.
+        block_bytes: bytes of a block; each row has a whole number of blocks.
         codes: the codes of a block; None in a plain format, which stores each weight as a number of a dtype.
         scale, minimum: offsets of scale and minimum in a block, in bytes; `minimum` is None in a format without them.
         scale_encoding: form of scale and minimum: float16, or a byte e that stands for 2 ** (e - 128).
@@ -104,7 +104,7 @@ class StoredFormat(NamedTuple):
         return self.block_bytes / self.block
 
     def fits(self, shape: Shape) -> bool:
-        """Test whether rows of a tensor of this shape are whole blocks; False for a vector."""
+        """Test whether each row of a tensor of this shape has a whole number of blocks; False for a vector."""
         return len(shape) > 1 and shape[-1] % self.block == 0
 
     def row_bytes(self, weights: int) -> int:
@@ -112,7 +112,7 @@ class StoredFormat(NamedTuple):
         return weights // self.block * self.block_bytes
 
     def shape_in_files(self, shape: Shape) -> Shape:
-        """Return the shape in safetensors files of a tensor whose shape in weights is `shape`."""
+        """Return a tensor's shape in safetensors files; its last axis counts bytes, not weights, in a coded format."""
         return shape if self.codes is None else (*shape[:-1], self.row_bytes(shape[-1]))
 
 

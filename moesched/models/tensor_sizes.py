@@ -63,12 +63,12 @@ class TensorSizes:
 
     @cached_property
     def query_width(self) -> int:
-        """Number of elements of a token's attention output; in grouped attention, its query has as many."""
+        """Number of elements of a token's attention output; in grouped attention, the query has the same number."""
         return self.layer.attention.attended_width
 
     @cached_property
     def key_value_width(self) -> int:
-        """Number of elements projected for a token beyond `query_width`: its key, its value, and any gate."""
+        """Number of elements projected for a token, less `query_width`; in grouped attention, key, value and gate."""
         return self.layer.attention.qkv_width - self.query_width
 
     @cached_property
@@ -95,7 +95,7 @@ class TensorSizes:
         )
 
     def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
-        """Return the bytes of quantised tensors by storage format, and of plain transposed tensors as `COLUMNS`.
+        """Return pairs (storage format, bytes) of quantised tensors, and (`COLUMNS`, bytes) of plain transposed ones.
 
         Args:
             shapes: shapes of tensors, by name in the layer or outside the layers.
@@ -137,7 +137,7 @@ class TensorSizes:
         return self.layer.attention.state_bytes
 
     def held_bytes(self, requests: Iterable[int], beams: int = 1) -> int:
-        """Return the bytes of one layer's caches for requests with these numbers of cached tokens.
+        """Return the bytes of one layer's caches for requests with these numbers of cached tokens, summed over beams.
 
         A layer with a window keeps only the blocks of tokens in its window.
         """

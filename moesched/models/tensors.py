@@ -95,7 +95,7 @@ def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) ->
 def file_bytes(config: ModelConfig) -> int:
     """Return the bytes of all weights in the model's storage format, as in published files.
 
-    Weights that text generation does not need count as many bytes each as those of attention's matrices.
+    Weights that text generation does not need are counted in the storage format of attention's matrices.
     """
     dtype = config.dtype
     total = sum(
@@ -125,7 +125,7 @@ def _dense(layer: Layer, hidden: int) -> dict[str, Shape]:
 
 
 def _examples(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """Return (number of the first layer, number of layers, experts of each layer) for each kind of layer."""
+    """Return (number of the first layer, number of layers, number of experts per layer) for each kind of layer."""
     return [
         (config.pattern.index(layer), times, layer.feed_forward.experts)
         for layer, times in config.kinds.items()

@@ -10,7 +10,7 @@ from moesched.models.tensor_shapes import Shape
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor's name in the file, its shape in weights, and the format of its rows."""
+    """A tensor's name in the file, its shape (counted in weights, not bytes), and the storage format of its rows."""
 
     name: str
     shape: Shape

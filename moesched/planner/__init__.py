@@ -1,4 +1,4 @@
-"""The planner: finds the policy and the sizes with which a model generates the most tokens per second on a machine.
+"""The planner: finds the policy and the sizes of batch and micro-batches that give a model the most tokens per second.
 
 First the search of MoE-Lightning gives each policy's best sizes and an upper bound on its throughput, which assumes
 that lanes overlap perfectly. Then the schedules themselves are simulated on the virtual clock, the most promising

@@ -47,8 +47,8 @@ class Candidate:
         sizes: allowed sizes of micro-batches, in requests; None for any.
 
     Attributes:
-        choice: the sizes with the highest bound on throughput: at first among the `ROUGH` sizes, after `refine` among
-            all allowed sizes.
+        choice: the size and number of micro-batches, prefill chunk and share of the KV cache with the highest bound on
+            throughput: at first among the sizes in `ROUGH`, after `refine` among all allowed sizes.
         schedules: the policy's simulated schedules, of a few layers or of all.
 
     Raises:
@@ -125,7 +125,7 @@ class Candidate:
         return max(most_of(setting, traits, option, share) for share in shares)
 
     def _tried(self, points: Iterable[SchedulePoint]) -> list[Schedule]:
-        """Simulate the sizes in `points` that fit; return their schedules, the highest rate first.
+        """Simulate the sizes in `points` that fit; return their schedules, the one with the highest `rate` first.
 
         Raises:
             BadInput: none of the sizes fits.
@@ -183,8 +183,8 @@ class Candidate:
         """Yield sizes at the edges of the search, which bounds may wrongly rank below other sizes.
 
         Lanes overlap less well if only some micro-batches have their KV cache on the accelerator; bounds ignore this.
-        The first sizes have the highest bound with none of the cache on the accelerator. The second have the highest
-        bound with all of it there. The last are one micro-batch with the cache of as many layers there as fit.
+        The first sizes have the highest bound with the whole cache on the host, the second with the whole cache on the
+        accelerator. The last are one micro-batch, whose cache is on the accelerator for as many layers as fit.
         """
         if not self.setting.searches_shares:
             return
@@ -225,9 +225,9 @@ class Candidate:
         return max(map(self.schedules.deepened, finalists), key=lambda schedule: schedule.rate)
 
     def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
-        """Choose one micro-batch with the KV cache of as many layers as fit on the accelerator.
+        """Choose the sizes for one micro-batch whose KV cache is on the accelerator for as many layers as fit.
 
-        Return None if the cache of all layers fits, or of no layer.
+        Return None if all layers fit, or none does.
 
         Args:
             size: requests of the micro-batch.

@@ -28,8 +28,8 @@ class Climb:
     """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
     Neighbouring sizes are simulated if their bound on throughput is high enough. Once a bound has proved wrong, all
-    neighbours are simulated. A bound is wrong if its schedule is faster, or has more micro-batches than it has room
-    for: the policy may place weights where memory is free, or fetch only chosen experts.
+    neighbours are simulated. A bound is wrong if the simulated schedule is over `NEAR` times as fast, or has room for
+    more micro-batches: the policy may place weights where memory is free, or fetch only chosen experts.
 
     Args:
         ladder: allowed sizes of micro-batches, in requests and ascending order.
@@ -53,7 +53,7 @@ class Climb:
         self._refuted = False
 
     def start(self, point: SchedulePoint) -> Schedule:
-        """Simulate the schedule of some sizes and return it; if not even one micro-batch fits, smaller ones are tried.
+        """Simulate the schedule of the sizes in `point`; if not even one micro-batch fits, try smaller ones.
 
         The sizes may not fit, since they were found for prompts of average length.
 
@@ -154,10 +154,10 @@ class Climb:
     def _near(self, schedule: Schedule) -> list[SchedulePoint]:
         """Return near neighbours: other numbers and sizes of micro-batches, and other shares of the KV cache.
 
-        The number of micro-batches changes by a fifth; other sizes keep the number of requests. The share of the KV
-        cache on the accelerator changes by a tenth of the micro-batches, or of the layers if there is only one
-        micro-batch. The last neighbour adds a tenth to the number of micro-batches, and keeps the KV cache of the added
-        ones on the accelerator, in case the host's memory is full.
+        The number of micro-batches changes by a fifth; other sizes keep the number of requests. The KV cache of a tenth
+        of the micro-batches moves to or from the accelerator; of a single micro-batch, that of a tenth of the layers.
+        The last neighbour adds a tenth to the number of micro-batches, and keeps the KV cache of the added ones on the
+        accelerator, in case the host's memory is full.
         """
         point, share = schedule.point, self._share(schedule)
         size, count = point.size, point.micro_batches
@@ -186,9 +186,9 @@ class Climb:
         return schedule.point.resident / schedule.point.micro_batches
 
     def _bound(self, point: SchedulePoint) -> PolicyChoice | None:
-        """Bound the throughput of some sizes, with as many weights on the accelerator as fit.
+        """Return a bound on the throughput of the sizes in `point`, with as many weights on the accelerator as fit.
 
-        If not all micro-batches fit, the bound is for fewer; None if not even one fits.
+        If not all micro-batches fit, the bound is for as many as fit; None if not even one fits.
         """
         option = self._option_of(point.size, point.chunk)
 

@@ -50,6 +50,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
         policy: name of a shipped policy that splits the model in this way; None if there is none.
         expected_experts: mean number of a token's experts that the busiest node runs in a layer.
         bytes_per_node: bytes of weights on each node.
+        bound: the bound on the time of one token, by Eq. 1.
         kernel_seconds: seconds to launch the experts' kernels for a token, which Eq. 1 omits.
         token_seconds: seconds of a token: the sum of the bound and the launches.
     """
@@ -186,7 +187,7 @@ class _Cluster:
         self.that_fit = min(config.routed.experts, max(0, left // self.bytes.expert))
 
     def bound(self, share: NodeShare) -> TokenBound:
-        """Return the least time per token for the busiest node's share of a layer."""
+        """Return the bound on the time of one token, by Eq. 1, given the busiest node's share of each layer."""
         return token_bound(self.operations, self.machine, self.network, share)
 
     def placement(self, policy: str) -> Placement:

@@ -26,7 +26,7 @@ def require_objective(objective: str, new_tokens: int) -> None:
     """Check an objective and the number of tokens to generate for each request.
 
     Raises:
-        BadInput: the objective is unknown, or is the time of a decode step although only one token is generated.
+        BadInput: the objective is unknown, or is "latency" and only one token is generated, without a decode step.
     """
     if objective == "latency" and new_tokens < 2:
         raise BadInput(
@@ -56,7 +56,7 @@ def cheap_tasks(objective: Objective) -> int:
 
 
 def close(objective: Objective) -> float:
-    """Return the ratio of two rates, estimated from a few layers, up to which their order may be wrong."""
+    """Return the largest ratio of two rates for which estimates from a few layers may have the wrong order."""
     return 1.12 if objective == "throughput" else 1.15
 
 

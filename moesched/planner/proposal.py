@@ -33,7 +33,7 @@ class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prefill_chunk: most prompt tokens that pass a layer together; None for all tokens of a micro-batch.
-        attention_on_gpu: whether the GPU computes attention of the micro-batches whose KV cache is on the host.
+        attention_on_gpu: whether the GPU computes all attention in decode, even if a KV cache is on the host.
         weights_on_gpu, kv_on_gpu: shares, from 0 to 1, of the weights and of the KV cache that stay in the
             accelerator's memory.
     """
@@ -52,7 +52,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of the plan's schedule on the virtual clock.
 
     Attributes:
-        throughput_tokens_per_second: all generated tokens over the time from the end of loading.
+        throughput_tokens_per_second: all generated tokens, divided by the seconds from the end of loading.
         decode_step_seconds: time of a step in the middle of the generation; 0 if a single token is generated.
         bound_by: the busiest lane in such a decode step; in the prefill if there is no decode step.
         utilization: for each lane, the share of that decode step or prefill in which the lane is busy.
@@ -74,13 +74,14 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tensor_parallel: number of accelerators that the model is split over. The predicted peak of the accelerator's
             memory is for one of them; the peaks of other memories are for all together.
-        gains: relative increase of the bound for a tenth more of each resource, the most useful first.
+        gains: the gain from a tenth more of each resource, the largest first.
         objective: the figure that the plan maximises.
         ranking: all policies that one machine can run, the best first; those that do not fit are last.
         costs_measured: whether `moesched calibrate` measured the costs that the figures rest on.
         band: low end, expected value and high end of each figure; None if no band was asked for.
-        at_peak: the figures at the rates that the machine states; None without a band, or if costs were measured.
-        widest_rate: the uncertain rate that widens the band most, in words.
+        at_peak: the figures if the machine sustained its stated rates in full; None without a band, or if costs were
+            measured.
+        widest_rate: the rate, in words, whose uncertainty widens the throughput's band most; None if there is none.
     """
 
     model: str
@@ -130,7 +131,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 @takes(PlanOptions)
 @interruptible()
 def plan_model(given: PlanOptions) -> Proposal:
-    """Find the policy and the sizes that are best in an objective; no weights and no GPU are needed.
+    """Find the policy and the sizes that are best for an objective; no weights and no GPU are needed.
 
     Raises:
         BadInput: an argument cannot be used.

@@ -25,19 +25,18 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
     """A policy with its best sizes, or with the bytes that it lacks.
 
     Attributes:
-        throughput_tokens_per_second: all generated tokens over the time from the end of loading.
+        throughput_tokens_per_second: all generated tokens, divided by the seconds from the end of loading.
         decode_step_seconds: time of a step in the middle of the generation.
         first_token_seconds: time from the end of loading to a prompt's first token, on average over the batch.
         bound_by: the busiest lane in such a decode step; in the prefill if there is no decode step.
-        busy: the share of that decode step or prefill in which this lane is busy.
+        busy: the share of that decode step or prefill in which the lane `bound_by` is busy.
         estimate: whether the figures are extrapolated from a few layers, so that their order is uncertain; otherwise
             all layers were simulated.
         fits: whether the policy can be planned; figures are None otherwise.
-        missing_bytes: bytes that all memories lack for one request; 0 if the policy cannot be planned for another
-            reason.
-        missing: bytes that each memory lacks for one request.
+        missing_bytes: sum of `missing`; 0 if the policy cannot be planned for another reason.
+        missing: bytes that each memory lacks for one request, by memory.
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch.
-        kv_on_gpu: share of the KV cache on the accelerator, for a policy with that setting.
+        kv_on_gpu: share (0 to 1) of the KV cache on the accelerator; None if the policy does not split the cache.
         gain: the largest gain from a tenth more of a resource; None if no resource raises the rate.
         why: the reason why the policy cannot be planned.
     """
@@ -93,8 +92,8 @@ class Misfit(NamedTuple):
 
     Attributes:
         why: the reason, in words.
-        lacking: the setting in which `row` looks for missing bytes; None if the policy could not be made, or if its own
-            code raised the error.
+        lacking: the setting for which `row` computes the missing bytes. It is None if the policy could not be made, or
+            if its own code failed.
     """
 
     policy: str

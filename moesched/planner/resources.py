@@ -25,7 +25,7 @@ class Gain(msgspec.Struct, frozen=True):
 
     Attributes:
         resource: name of the resource, such as "pcie bandwidth".
-        share: the relative increase of the bound or the rate, as `gains` says; 0.05 is 5 %.
+        share: relative increase of the bound on throughput, or of the rate of one request; 0.05 is 5 %.
     """
 
     resource: str
@@ -33,10 +33,10 @@ class Gain(msgspec.Struct, frozen=True):
 
 
 def gains(candidate: Candidate, schedule: Schedule) -> list[Gain]:
-    """Return the gain from a tenth more of each resource, the largest first.
+    """Return the relative gain from a tenth more of each resource, the largest first.
 
-    Gains are increases of the candidate's bound on throughput or, if the plan is for one request, of a trial run's
-    rate. The list is empty if the bound does not hold for the policy.
+    A gain is an increase of the candidate's bound on throughput. If the plan is for one request, it is an increase of
+    the rate in a trial run. The list is empty if the bound does not hold for the policy.
     """
     setting = candidate.setting
     rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, schedule)

@@ -27,14 +27,16 @@ MOST_TASKS = 30_000
 
 
 class Rival(NamedTuple):
-    """A policy that is faster than another one, and its simulated schedule of all layers with the best sizes."""
+    """A policy that is much faster than a given one, and its schedule, simulated in all layers with rough sizes."""
 
     policy: str
     schedule: Schedule
 
 
 def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
-    """Find the fastest shipped policy, if it is much faster than `policy`; None if there is none.
+    """Find a shipped policy that is much faster than `policy`; None if none is found.
+
+    Policies are tried in the order of their speed in a simulation of a few layers, the fastest first.
 
     Args:
         setting: the setting of `policy`, with the prompt lengths of the batch.

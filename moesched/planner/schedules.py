@@ -1,4 +1,4 @@
-"""Simulates schedules of one policy, each for some sizes, with all layers of the model or with a few."""
+"""Simulates schedules of one policy with given batch and chunk sizes, in all layers of the model or in a few."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         point: the sizes.
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
         kv_on_gpu: share of the KV cache that stays in the accelerator's memory, from 0 to 1.
-        few: the model cut to a few layers, with nearly the same shares of weights and KV cache on the accelerator, and
-            with memory budgets in proportion; None if no cut model has such a plan.
+        few: the model cut to a few layers, with memory budgets in proportion, and nearly the same shares of weights and
+            KV cache on the accelerator; None if there is no such cut model, or none was looked for.
         throughput: generated tokens per second, prefill included.
         bound: throughput if the schedule's lanes overlapped perfectly.
         rate: the figure that the setting's objective maximises.
@@ -122,9 +122,8 @@ class Schedules:
             deep: whether to simulate all layers; otherwise a few are simulated, if they stand for all.
 
         Raises:
-            BadInput: not even one micro-batch fits; or the policy cannot run the chunks of `point`, which differ from
-                the setting's.
-            PolicyError: the policy fails, and the chunks of `point` are the setting's.
+            BadInput: not even one micro-batch fits, or the policy fails with a chunk size other than the setting's.
+            PolicyError: the policy fails with the setting's chunk size.
         """
         if (point, deep) not in self._schedules:
             try:
@@ -172,14 +171,13 @@ class Schedules:
         )
 
     def deepened(self, schedule: Schedule) -> Schedule:
-        """Return a schedule with all layers simulated."""
+        """Return the same schedule, simulated in all layers."""
         return schedule if schedule.whole else replace(self.at(schedule.point, deep=True), few=schedule.few)
 
     def uncertainty(self, schedule: Schedule) -> Uncertainty:
-        """Compute the uncertainty band of a schedule from trial runs.
+        """Compute the uncertainty band of a schedule's figures from trial runs.
 
-        The runs are of a model with only a few of the layers, if its plan is like the plan of the whole model;
-        otherwise of the whole model.
+        The trial runs are of the schedule's cut model, `few`, or of the whole model if `few` is None.
         """
         run, few = schedule.trial_run, schedule.few
         return uncertainty(
@@ -188,7 +186,7 @@ class Schedules:
         )
 
     def _fitting(self, point: SchedulePoint) -> tuple[Plan, Policy]:
-        """Plan the number of micro-batches in `point` or, if they do not fit, the largest number that does."""
+        """Plan a batch with as many micro-batches as `point` has or, if they do not fit, with as many as fit."""
         with suppress(BadInput):
             return self._plan(point)
         fewer = range(1, point.micro_batches)

@@ -39,8 +39,8 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
         micro_batch_size: requests of a micro-batch.
         micro_batches: number of micro-batches.
         chunk: the largest number of tokens of a micro-batch that pass a layer together in prefill; None for no limit.
-        resident: number of micro-batches whose KV cache stays on the accelerator, for a policy that splits the cache; a
-            fraction if there is a single micro-batch.
+        resident: number of micro-batches whose KV cache stays on the accelerator; a fraction for a single micro-batch
+            whose cache is split; 0 for a policy that does not split the cache.
         throughput: bound on generated tokens per second, prefill included.
     """
 
@@ -74,9 +74,9 @@ def best(
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
     """Return the first λ of the search: a throughput, in tokens per second, that some of the sizes reach.
 
-    For a policy that splits the KV cache, two cases are tried: all of the cache on the host, and all of it on the
-    accelerator. The result is the highest throughput found, or 0 if the cache's share is fixed. The higher it is, the
-    fewer iterations the search needs.
+    The result is 0 if the setting fixes the share of the KV cache on the accelerator. Otherwise it is the highest bound
+    over all sizes. A policy that splits the cache is tried twice: with all of the cache on the host, and with all of it
+    on the accelerator. The higher the result is, the fewer iterations the search needs.
     """
     if setting.kv_on_gpu is not None:
         return 0.0
@@ -184,7 +184,7 @@ class _Programme:
         self._add_memories()
 
     def solve(self, rate: float) -> PolicyChoice | None:
-        """Solve the mixed-integer programme for λ = `rate` tokens per second; returns sizes, None if none fit."""
+        """Return the solution of the programme for λ = `rate` tokens per second; None if no sizes fit."""
         setting, model = self._setting, self._model
         tokens = model.qsum(
             setting.new_tokens * option.size * count
@@ -248,10 +248,10 @@ class _Programme:
         return self._model.qsum(cost(each) * count for counts in self._counts for each, count in counts)
 
     def _seconds(self, lane: str) -> Any:
-        """Return the seconds that all micro-batches take in one layer, as a linear expression of the variables.
+        """Return the seconds of a lane for all micro-batches in one layer, as a linear expression of the variables.
 
         Args:
-            lane: "link", "host" or "accelerator" for this lane in a decode step; "prefill" for the prefill.
+            lane: "link", "host" or "accelerator" in a decode step; "prefill" for the accelerator in the prefill.
         """
         return self._sum(lambda each: _solvable(getattr(each, lane)))
 

@@ -52,8 +52,8 @@ class BestPlan(msgspec.Struct, frozen=True, kw_only=True):
         schedule: the plan's simulated schedule: sizes and predicted figures.
         attention_on_gpu, ffn_on_gpu: whether the GPU computes attention and the FFN in decode.
         bound_by: the busiest lane in a decode step; in the prefill if there is no decode step.
-        gains: relative increase of the throughput's bound, or of the rate of a single request, for a tenth more of
-            each resource, the largest first.
+        gains: the relative gain from a tenth more of each resource, the largest first: an increase of the bound on
+            throughput or, if the plan is for one request, of the rate.
         ranking: all policies, the best first; those that do not fit are last.
         uncertainty: the band of the schedule's figures; None if it was not asked for.
     """
@@ -104,7 +104,7 @@ def plan_best(
     """Search for the plan that is best in an objective.
 
     Args:
-        lengths: prompt length of each request, in tokens; a batch has at most all of these requests.
+        lengths: prompt length of each request, in tokens; the planned batch may have fewer requests.
         policies: policies to search; by default all that one machine can run.
         settings: settings of the policies, by name; every policy in `policies` must take them.
         micro_batch_size: requests of a micro-batch; None to choose them.
@@ -159,7 +159,7 @@ def fastest_policies(
     schedule of all requests. `plan_best` searches for sizes as well, and takes several times as long.
 
     Args:
-        setting: the setting of any policy, with the prompt lengths of the batch.
+        setting: a setting with the prompt lengths of the batch; its policy does not matter.
         sizes: sizes of micro-batches, in requests; the first one that fits is simulated.
         on_progress: called with the name of each stage.
 
@@ -193,14 +193,15 @@ def _each(
     *,
     named: bool = False,
 ) -> tuple[list[Found], list[Misfit]]:
-    """Call `act` with the name and the setting of each policy.
+    """Call `act` for each policy, with the policy's name and the planner's `Setting` for it.
 
     Args:
         asked: the policies.
-        settings: the policies' own settings, by name.
-        setting_of: a function that makes the planner's setting for a policy.
-        act: a function from a policy's name and setting to a result; it raises an error if the policy does not fit.
-        named: whether the user named the policies; an error of a policy is then raised, and not kept for the ranking.
+        settings: arguments of the policies, by name.
+        setting_of: a function from a policy to its `Setting`.
+        act: a function from a policy's name and `Setting` to a result; it raises BadInput if the policy does not fit.
+        named: whether the user named the policies; then only misfits are kept for the ranking, and any other error of a
+            policy is raised.
 
     Returns:
         The results for the policies that fit, and the policies that do not fit.
@@ -313,9 +314,9 @@ def _search_sizes(schedules: dict[Candidate, Schedule], on_progress: Callable[[s
 def _deepen(schedules: dict[Candidate, Schedule], on_progress: Callable[[str], object]) -> None:
     """Simulate all layers of the best policy and of some others, the fastest first; replace their schedules.
 
-    There are two kinds of others. Near rivals are about as fast as the best by the simulation of a few layers, and have
-    at most `MOST_DEEP_TASKS` tasks each. Of the rest, each policy is taken whose tasks are within what is left of
-    `MOST_FAR_TASKS`, a limit for all of them together.
+    A policy that is about as fast as the best one in a few layers is simulated if it has at most `MOST_DEEP_TASKS`
+    tasks. Slower policies are simulated as long as they have at most `MOST_FAR_TASKS` tasks together; a policy that
+    would exceed this total is passed over.
 
     Args:
         on_progress: called with the name of each stage.

@@ -104,7 +104,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def cost_of(self, plan: Plan) -> CostModel | None:
         """Return the setting's cost model; None for a plan of a pipeline.
 
-        The cost model does not hold for a pipeline's plan, since the machine in it has more links than the setting's.
+        The cost model does not hold for a pipeline's plan: the machine of that plan has more links than the setting's.
         """
         return self.cost if len(plan.stages) == 1 else None
 

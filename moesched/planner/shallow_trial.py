@@ -74,7 +74,9 @@ class Cut(NamedTuple):
 
 
 def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Cut the model to the fewest layers whose plan keeps its shares of weights and KV cache on the accelerator.
+    """Cut the model to the fewest layers that allow a plan like `plan`.
+
+    The two plans have about equal shares of the weights, and of the KV cache, on the accelerator.
 
     Args:
         setting: the setting of the whole model.
@@ -92,12 +94,13 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
 
 
 def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Plan a cut model with memory budgets in proportion to its number of layers; None if each plan is refused.
+    """Plan a cut model with memory budgets in proportion to its number of layers; None if no plan is accepted.
 
     A pool that caches pages has slots in proportion to the number of layers. A pool through which pages stream has a
-    fixed number of slots. So budgets are tried twice: first as if all pools were caches, then as if pages streamed
-    through all pools. A plan is refused if it does not fit, or has no free slots in a memory where the whole model's
-    plan has some. The first plan is also refused if its pools are too large for the number of layers.
+    fixed number of slots. So two plans are tried: one with budgets as if all pools were caches, then one with budgets
+    as if pages streamed through all pools. A plan is refused if it does not fit, or has no free slots in a memory where
+    the whole model's plan has some. The plan for caches is also refused if its pools are too large for the number of
+    layers.
 
     Args:
         setting: the setting of the cut model.

@@ -38,12 +38,12 @@ def choose_sizes(
 ) -> BatchSizes:
     """Choose the sizes with which a policy is fastest; sizes that the user gave are kept.
 
-    Prompts that do not fit as a whole pass a layer in chunks, of as many tokens as fit.
+    Prompts that are too long to fit are prefilled in chunks of as many tokens as fit.
 
     Args:
         setting: the policy's setting, with the prompt lengths of all requests in order of arrival.
         wanted: the sizes that the user gave; None if the user gave none.
-        successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
+        successive: True if successive batches run all requests, and must all fit; False if only the first must fit.
 
     Raises:
         BadInput: a wanted size is below 1, or not even one request fits; the message names the memory and the missing
@@ -86,7 +86,7 @@ def _sizes(
 
     Args:
         batch_size, micro_batch_size: numbers of requests.
-        successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
+        successive: True if successive batches run all requests, and must all fit; False if only the first must fit.
     """
     count = len(setting.lengths)
     if batch_size is None and count > 1:
@@ -99,7 +99,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
     Args:
         given: requests of a micro-batch; None to choose them.
-        successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
+        successive: True if successive batches run all requests, and must all fit; False if only the first must fit.
     """
     asked = setting
     if given is not None:
@@ -121,7 +121,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
-    """Return the sizes with which batches run like a schedule that was found for the setting's policy."""
+    """Return the sizes of a schedule of the setting's policy as `BatchSizes`, with which batches run like it."""
     share = schedule.kv_on_gpu if setting.splits_kv else None
     cut = with_chunk(setting, schedule.chunk)
     plan, _ = cut.plan(cut.batch(schedule.point.micro_batches, schedule.micro_batch_size), kv_on_gpu=share)
@@ -138,10 +138,11 @@ def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
 def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> Schedule:
     """Return the schedule that takes the least time for all requests, in one batch or in several successive batches.
 
-    A single batch is chosen if it is about as fast as several. The last of several batches counts as a full one.
+    A single batch is chosen if it is about as fast as several. The last of several batches is taken to last as long as
+    a full one.
 
     Args:
-        schedule: the schedule with the highest throughput, which is kept unless another is faster by `FASTER`.
+        schedule: the schedule with the highest throughput; another must be faster by more than a factor of `FASTER`.
     """
     requests = len(setting.lengths)
     count = -(-requests // schedule.micro_batch_size)
@@ -160,10 +161,11 @@ def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> S
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
-    """Return the largest number of tokens that each micro-batch may have in the KV cache at the end.
+    """Return the most tokens that each micro-batch may have in the KV cache at the end of its generation.
 
-    All micro-batches get equal shares of the bytes that are free or reserved for the cache. The result is never less
-    than the tokens of the plan's largest micro-batch at the end, or than those of the longest request alone.
+    In each memory, the micro-batches whose cache is there get equal shares of the bytes that are free or reserved for
+    caches. The result is the smallest share, but at least the tokens at the end of the plan's largest micro-batch and
+    of the longest request.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
@@ -276,9 +278,10 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[SchedulePoin
 
 
 def _fastest(schedules: Schedules, line: Sequence[SchedulePoint]) -> Schedule:
-    """Return the fastest schedule with sizes in `line`, which differ in one number and ascend in that number.
+    """Return the fastest schedule with sizes in `line`.
 
-    The search begins at the faster end of the line, and ends when schedules get slower.
+    The sizes differ in one number only, and are in ascending order of that number. The search begins with the faster of
+    the first and the last sizes, and goes on towards the other end until a schedule is slower.
 
     Raises:
         BadInput: some sizes do not fit, or the policy takes no chunks.

@@ -44,8 +44,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         keeps: largest share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
         streams: whether the policy can keep a smaller share than `keeps` in this memory, and fetch the other weights.
         buffer: bytes of the accelerator's streaming buffer for each byte of a layer's streamed weights.
-        fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU: then
-            weights are fetched in prefill only, and the bound leaves these fetches out.
+        fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU, since the
+            bound leaves out fetches that only the prefill needs.
         stages: number of accelerators in the policy's pipeline.
         joint: whether an expert runs once for all micro-batches, so that its weights are read once.
     """
@@ -102,7 +102,7 @@ class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraitProbe:
-    """Finds the traits of a policy, from its plans with unlimited memory and with too little for all weights.
+    """Finds the traits of a policy from plans with unlimited memory, and from plans in which not all weights fit.
 
     Attributes:
         few: whether plans of a few layers show the traits; a policy may refuse to plan so small a model.
@@ -257,8 +257,8 @@ class _MicroBatchWork:
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
         """Return a pair: the share of all layers that are of a kind, and the work of `post_attention` in such a layer.
 
-        If an expert runs on several micro-batches at once, the work is that of all of them together, and the share is
-        divided by their number.
+        If an expert runs on several micro-batches at once, the pair has the work of all these micro-batches, and the
+        share of layers divided by their number: the product of both is the part of one micro-batch.
 
         Args:
             works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
@@ -271,7 +271,7 @@ class _MicroBatchWork:
         return self._shares[kind] / self._together, work
 
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
-        """Add a layer's work to the lists of the lanes, for a layer whose experts run on the host.
+        """Add the FFN's work in a layer, with experts on the host, to the lanes' lists of work.
 
         The accelerator routes and combines, the host runs the experts, and the link copies the experts' outputs to the
         accelerator (not in unified memory).
@@ -334,7 +334,7 @@ def filled_bytes(plan: Plan, memory: str) -> int:
 
 
 def _used(plan: Plan, deep: Plan) -> dict[str, int]:
-    """Return the bytes, by memory, that a plan would use for anything but weights if it had all of the model's layers.
+    """Return the bytes, by memory, that a plan uses for anything but weights, computed for all layers of the model.
 
     Several accelerators count as one, with the name of the first and the bytes of the one that needs the most.
 
@@ -349,12 +349,11 @@ def _used(plan: Plan, deep: Plan) -> dict[str, int]:
 
 
 def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
-    """Return the bytes, by memory, that a plan reserves for anything but its pages and pools of weights.
+    """Return the bytes, by memory, that a plan reserves for anything but weights, computed for the layers of `facts`.
 
     Args:
-        facts: a plan with the number of layers for which the bytes are computed, and with the machine and batch of
-            `declared`; nothing needs to be declared in it.
-        declared: the plan whose declarations are counted; it may have another number of layers.
+        facts: a plan with the machine and batch of `declared`; nothing needs to be declared in it.
+        declared: the plan whose reservations are counted; it may have another number of layers.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}
     for pool in (*declared.weights.resident, *declared.weights.pools):

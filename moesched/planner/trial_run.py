@@ -73,7 +73,7 @@ class TrialFigures(msgspec.Struct, frozen=True):
         return self.prefill_seconds + (batch.new_tokens - 1) * self.step_seconds
 
     def tokens_per_second(self, batch: Batch) -> float:
-        """Return the throughput: all generated tokens over the seconds from the end of loading."""
+        """Return the throughput: all generated tokens of the batch, divided by the result of `seconds`."""
         return len(batch.prompts) * batch.new_tokens / self.seconds(batch)
 
     def bound(self, batch: Batch) -> float:
@@ -96,7 +96,7 @@ def trial_run(
     """Simulate the prefill and a few decode steps of a plan, and return the predicted figures.
 
     The plan cannot be run afterwards. Decode figures leave out the first decode step, which overlaps with the prefill,
-    and the last one, which fetches nothing for a next step. If there are only one or two decode steps, they count.
+    and the last one, which fetches nothing for a next step. If there are fewer than three, none is left out.
 
     Args:
         cost: the cost model; by default the measured costs of the plan's machine, or its roofline.
@@ -154,7 +154,7 @@ def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
 
 
 def whole_steps(ends: Sequence[int]) -> Sequence[int]:
-    """Return `ends`, end times of steps, without the first and the last, which are not typical; all if 3 or fewer."""
+    """Return the end times `ends` of steps; if there are more than three, without the first and the last one."""
     return ends[1:-1] if len(ends) > 3 else ends
 
 

@@ -1,7 +1,8 @@
-"""Computes the uncertainty band of a prediction: trial runs set each uncertain rate in turn to its low and high end.
+"""Computes the uncertainty band of a prediction by trial runs, with one rate at a time at its low or high end.
 
-The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
-add up as squares, on a logarithmic scale. The error of the model itself is one more such effect.
+A rate is set to its low and to its high end, for all devices of a class together. Different rates are taken as
+independent, so that their effects add up as squares, on a logarithmic scale. The error of the cost model itself
+(`OMITTED`) is one more such effect.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ class _Runs:
     def figures(self, cost: CostModel) -> Figures:
         """Return the figures by a cost model, from a trial run or a replay.
 
-        A trial run is left out if the cost model hardly changes the times of tasks: then the figures of the first call
-        are returned.
+        If the tasks would take almost the same times as in the first call, there is no trial run: the figures of the
+        first call are returned.
         """
         self._progress(self._done, self._all)
         self._done += 1
@@ -155,7 +156,7 @@ class _Runs:
 
 
 class _WorkMeter:
-    """Observer that counts the tasks with the same `Work` object, in a run's prefill and in its decode steps."""
+    """Observer that counts the tasks of each `Work` object, in a run's prefill and in its decode steps."""
 
     def __init__(self) -> None:
         self._works: dict[Phase, dict[int, tuple[Work, int]]] = {"prefill": {}, "decode": {}}

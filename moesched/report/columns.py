@@ -116,7 +116,7 @@ def _tasks_and_slices(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _choice(experts: Mapping[int, int] | None) -> str:
-    """Return the experts in `experts`, each with its number of rows, as text; empty for None."""
+    """Return the chosen experts, each with its number of tokens (rows), as text; empty for None."""
     return ", ".join(f"E{expert}: {rows}" for expert, rows in sorted((experts or {}).items()))
 
 

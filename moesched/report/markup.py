@@ -39,7 +39,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], fig
     Args:
         columns: titles of the columns, as text.
         rows: cells of each row, as text.
-        figures: number of columns, the last ones, that hold numbers and are aligned to the right.
+        figures: number of columns, counted from the last, that hold numbers; they are aligned to the right.
     """
     first_figure = len(columns) - figures
 

@@ -173,7 +173,7 @@ def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[Kerne
     """Compute the roofline's points of a run's kernels; the points with the longest total time come first.
 
     Args:
-        roofs: the limits of each processor, by its name; the limits of other processors are not known.
+        roofs: the limits of processors, by name; points of a processor without limits have `attainable` None.
     """
     sums: dict[tuple[str, str, str], list[float]] = {}
     for each in recording.slices:

@@ -81,7 +81,7 @@ def budgets_table(report: Mapping[str, Any]) -> str:
 
 
 def expectation_table(report: Mapping[str, Any]) -> str:
-    """Return the HTML table of rates, times and lanes beside expected values; empty without an expectation."""
+    """Return the HTML table of rates, times and lanes' busy times beside expected ones; empty if none are expected."""
     expected: Mapping[str, Any] | None = report.get("expected")
     if not expected:
         return ""

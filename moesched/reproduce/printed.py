@@ -12,7 +12,7 @@ from moesched.reproduce.report import Accuracy, Claim, Section, Value, agrees, s
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lines of a picture: one line for each name, through all rows of a section for which `name` makes that name.
+    """Lines of a picture: each joins the rows of a section to which `name` gives the same name.
 
     Attributes:
         y: key of a row's value on the y axis.
@@ -54,13 +54,13 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The layout of a section's results as a table on a page. Format strings are filled with a result's values.
 
-    There are three layouts. By default, each result is a line of the table. With `down`, results with equal values of
-    some keys share a line, in which each has one cell. With `turned`, each result is a column.
+    There are three layouts. By default, each result is a line of the table. With `down`, each result is one cell, and
+    results with equal values of some keys are in the same line. With `turned`, each result is a column.
 
     Attributes:
         columns: by column title, the format string of the column's cells; for the default layout.
         down: the keys whose values decide which results share a line; empty for the other layouts.
-        title: with `down`, the format string that gives the title of the column for a result's cell.
+        title: with `down`, the format string that makes the title of the column that a result's cell is in.
         cell: with `down`, the format string of a result's cell.
         turned: the format string that gives the title of a result's column; empty for the other layouts.
     """

@@ -21,8 +21,8 @@ class Batch(msgspec.Struct, frozen=True):
         beams: sequences per request in decode.
         prefill_chunk: the largest number of tokens of a micro-batch in prefill; None for no limit.
         served: whether this is continuous batching, in which requests join and leave between steps. The batch then
-            stands for the fullest steps: it has as many requests as may run at once, and a long prompt is computed over
-            several steps.
+            describes a step of the largest size that can occur, with as many requests as may run at once. A long prompt
+            is computed over several steps.
         longest: tokens of the longest prompt, if `served`.
     """
 
@@ -36,7 +36,7 @@ class Batch(msgspec.Struct, frozen=True):
     longest: int = 0
 
     def chunks(self) -> Mapping[int, Chunk]:
-        """Return the chunks of prompts; each chunk is a micro-batch of prefill, whose number is the key."""
+        """Return the chunks of prompts by number; each chunk is one micro-batch of prefill, with the same number."""
         if self.served and self.prefill_chunk is not None:
             return fullest_steps(self.micro_batches, self.prefill_chunk, self.longest)
         return chunks_of_batch(self.prompts, self.micro_batches, self.prefill_chunk)

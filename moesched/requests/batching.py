@@ -61,9 +61,9 @@ def assign_requests(
     Args:
         prompts: prompt lengths in tokens.
         new_tokens: tokens to generate for each request.
-        micro_batches: the most micro-batches.
-        micro_batch_size: the largest number of requests of each.
-        cache_tokens: the largest number of tokens of each in the KV cache at the end; None for no limit.
+        micro_batches: the largest number of micro-batches.
+        micro_batch_size: the largest number of requests of a micro-batch.
+        cache_tokens: the largest number of tokens of a micro-batch in the KV cache at the end; None for no limit.
         beams: sequences per request in decode.
 
     Returns:
@@ -94,8 +94,8 @@ def assign_requests(
 def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_request: int = 0) -> Batch:
     """Form the next batch from as many of the first requests as the sizes allow, balanced over micro-batches.
 
-    Requests are taken in order. If some do not fit in the cache, the last ones are left for later batches until all
-    others fit, so that no request overtakes an earlier one.
+    Requests are taken in order. While the cache has no room for all that were taken, the last of them are put back for
+    later batches. So no request overtakes an earlier one.
 
     Args:
         prompts: prompt lengths in tokens, by request.

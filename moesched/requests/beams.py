@@ -97,7 +97,7 @@ class BeamSearch:
         self._ended = sorted(self._ended + ended, key=lambda beam: -beam.score)[: self._width]
 
     def _is_decided(self, length: int) -> bool:
-        """Test whether the search ends with `length` tokens per running beam, by Hugging Face's rule."""
+        """Test whether the search ends now, by Hugging Face's rule; every running beam has `length` tokens."""
         if len(self._ended) < self._width:
             return False
         return self._early or bool(self._penalised(self._running[0].score, length) <= self._ended[-1].score)

@@ -43,8 +43,8 @@ def chunks_of(
 ) -> dict[int, Chunk]:
     """Divide prompts into chunks, keyed by the number of the micro-batch of prefill.
 
-    If no micro-batch needs more than one chunk, chunks have the numbers of the micro-batches of decode; otherwise they
-    are numbered after these.
+    If each micro-batch of decode needs only one chunk, the chunk has the micro-batch's number. Otherwise all chunks are
+    numbered from `len(micro_batches)` on.
 
     Args:
         prompts: prompt lengths in tokens, by request.
@@ -73,8 +73,8 @@ def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) ->
     """Return, for each micro-batch of continuous batching, a chunk of prompts that takes the most memory in one step.
 
     The chunk has `most` tokens, in equal parts of the prompts of all requests. In a step, at most one prompt continues
-    from an earlier step. So the first part is taken to follow `longest` tokens, an upper bound, and each other part to
-    be the beginning of its prompt.
+    from an earlier step. So the first part starts at `longest`, an upper bound of the prompt's earlier tokens. All
+    other parts start at 0.
 
     Args:
         places: the requests of each micro-batch.
@@ -119,8 +119,8 @@ def _parts(
 ) -> Iterator[tuple[int, int, int, int, bool]]:
     """Cut requests' prompts, one after the other, into chunks of `size` tokens.
 
-    Yields a tuple for each prompt's part of a chunk: the chunk's first token, counted over all prompts; the request;
-    the part's first token in its prompt; the part's number of tokens; whether the prompt ends with the part.
+    Yields a tuple for each prompt's part of a chunk: index of the chunk's first token in the joined prompts; request;
+    index of the part's first token in its prompt; number of tokens of the part; whether the prompt ends with the part.
     """
     before = 0
     for request, prompt in zip(requests, prompts, strict=True):

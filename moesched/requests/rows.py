@@ -1,4 +1,4 @@
-"""Rows of a step, one for each request that computes in it, where requests join and leave between steps."""
+"""Rows of a step of continuous batching: one for each request that has new tokens in the step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
     Attributes:
         phase: the phase of all rows.
-        rows: the rows in the order of their results.
+        rows: the rows; the tokens that `sample` returns have the same order.
         departed: requests that left since the micro-batch's last step; their blocks of the KV cache are free now.
     """
 

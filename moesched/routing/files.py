@@ -1,4 +1,4 @@
-"""Reader of files of expert choices, profiles or traces; the beginning of a file's content tells its format."""
+"""Reads profiles and traces of expert choices from files; the beginning of a file's content tells its format."""
 
 from __future__ import annotations
 

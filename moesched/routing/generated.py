@@ -25,11 +25,12 @@ _TABLE, _CHOICE, _REPEAT = range(3)
 class _Table(NamedTuple):
     """The table from which a layer's experts are drawn: its experts in `ORDERS` random orders, one after the other.
 
+    In each order, every expert has an interval on a line, as long as the share of tokens that choose the expert. The
+    intervals of order n begin at n * (`top_k` + 1). They have no gaps, and their lengths sum to `top_k`.
+
     Attributes:
         experts: expert ids (`ORDERS` * experts,).
-        ends: the end of each expert's interval on a line, in the order of `experts`. An interval is as long as the
-            expert's share of tokens, so the intervals of one order have the length `top_k` together. The intervals of
-            order n begin at n * (`top_k` + 1), and follow one another without gaps.
+        ends: the end of each expert's interval, in the order of `experts`.
     """
 
     experts: Integers
@@ -37,10 +38,10 @@ class _Table(NamedTuple):
 
 
 class GeneratedChoices:
-    """Random choices of `top_k` different experts per token, in which experts have the shares that `popularity` gives.
+    """Random choices of `top_k` different experts per token; `popularity` sets the share of tokens for each expert.
 
     With the probability `popularity.locality`, a token repeats the experts of the token before it in the same request
-    and layer. The shares do not change.
+    and layer. This does not change the experts' shares.
 
     Raises:
         BadInput: the locality is not at least 0 and less than 1.
@@ -76,8 +77,8 @@ class GeneratedChoices:
     def _drawn_at(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
         """Return, for each of T tokens, the position (T,) whose random draw decides its experts.
 
-        This is the token's own position or, if by locality it repeats an earlier token, the position of that token. It
-        is negative if the token repeats even beyond the request's first token.
+        This is the token's own position, unless the token repeats the one before it. Then it is the position that
+        decides the experts of the token before. If even the request's first token repeats, the position is negative.
         """
         drawn_T = np.array(positions_T)
         unsettled = np.arange(len(drawn_T)) if self.locality else np.arange(0)

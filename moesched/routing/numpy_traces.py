@@ -76,7 +76,7 @@ def _of_requests(requests: Iterable[Integers], prompt_tokens: list[int], config:
 
 
 def _request(where: str, array: Array, config: ModelConfig) -> Integers:
-    """Return the sorted expert ids of vLLM's array `where` of one request, for all layers (tokens, layers, top_k).
+    """Return sorted expert ids (tokens, all layers, top_k) from vLLM's array of one request; errors name it `where`.
 
     Raises:
         BadInput: the array has another shape or type, or is of another model.
@@ -91,7 +91,7 @@ def _request(where: str, array: Array, config: ModelConfig) -> Integers:
 
 
 def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTrace:
-    """Check the arrays, by name, of moesched's .npz file `where`, and make a `RoutingTrace` of them.
+    """Check the arrays (by name) of moesched's .npz file, and return them as a trace; errors name the file `where`.
 
     Raises:
         BadInput: an array is missing or damaged, or the trace is of another model.

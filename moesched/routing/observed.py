@@ -28,7 +28,7 @@ class ObservedRouting:
                 self._rows.setdefault(task.micro_batch, set()).add(task.work.tokens)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether the run left ended sequences out of its decode micro-batches, so that a simulation does, too.
+        """Test whether the run left ended sequences out of its decode micro-batches; the simulation then does the same.
 
         The run did so if a micro-batch had different numbers of rows in its decode steps. The method has the form of
         `KeepsRowsApart.rows_apart`; `rows` is not used.

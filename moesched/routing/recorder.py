@@ -55,11 +55,11 @@ class RoutingRecorder:
     def trace(self, lengths: Sequence[int], prompt_tokens: Sequence[int]) -> RoutingTrace:
         """Make a trace of the recorded choices.
 
-        A request ends before its first token that has not passed all layers with experts, as after an interruption. A
-        request without a complete token is omitted.
+        After an interruption, some tokens may lack choices in some layers. A request's trace ends before its first such
+        token; a request without any complete token is omitted.
 
         Args:
-            lengths: number of tokens to keep at most, by request.
+            lengths: the largest number of tokens to keep, by request.
             prompt_tokens: number of prompt tokens, by request.
         """
         kept = {

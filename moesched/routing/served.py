@@ -26,7 +26,7 @@ class ServedRouting:
         """The request and the position of each token, by micro-batch and step."""
 
     def begin(self, step: int, rows: Mapping[int, Rows]) -> None:
-        """Keep the rows of a step, before the step is submitted, so that `choose` knows its tokens.
+        """Keep a step's rows, from which `choose` finds the step's tokens; call this before the step is submitted.
 
         Args:
             step: the number of the run's step.

@@ -34,12 +34,13 @@ def find_choices(
     """Make the source of expert choices from the routing that a user gave; None if the user gave none.
 
     Args:
-        given: a routing as users give it; None for none.
+        given: name of a generator, path of a file, or a profile or trace; None if the user gave none.
         settings: parameters of the generator or profile, by name.
         seed: seed of random choices.
 
     Raises:
-        BadInput: the name or a setting is unknown, or the file is invalid or of another model.
+        BadInput: the name or a setting is unknown, settings come without a routing, or the file is invalid or of
+            another model.
     """
     if given is None:
         if settings:

@@ -112,11 +112,11 @@ def _with_consecutive_layers(
 ) -> Integers:
     """Remove rows of layers without experts, and number the layers with experts from 0.
 
-    Files of some tools number only the layers with experts already; their rows are returned as they are.
+    Some tools' files already number only the layers with experts, from 0; such rows are returned unchanged.
 
     Args:
-        rows: rows of the file `where` as `_rows` yields them, with column 2 for the layer.
-        routed: the model's numbers of its layers with experts.
+        rows: rows of the file `where` as `_rows` yields them; column 2 is the layer.
+        routed: numbers of the model's layers with experts.
 
     Raises:
         BadInput: the expert ids in a row of a layer without experts are not all equal, or all rows are of such layers.

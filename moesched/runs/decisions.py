@@ -36,8 +36,8 @@ def simulated_decisions(
         preview_accuracy: probability (0 to 1) that `Step.preview_route` forecasts an expert which the routing chooses
             in the next layer; n layers ahead, it is this number to the power of n.
         tokens: tokens that each request generates, such as those of a real run; after them, and by default, zeros.
-        by_step: whether to ask the routing by the number of a task's step; otherwise, by the number of tokens that the
-            task's micro-batch had generated.
+        by_step: whether the routing is asked with the number of the task's step as `step`; otherwise, with the number
+            of tokens that the task's micro-batch had generated.
     """
     config = plan.layout.config
     moment = _moment(by_step=by_step)
@@ -72,9 +72,9 @@ def simulated_decisions(
 
 
 def rows_of_experts(routing: Routing | None, *, by_step: bool = False) -> RowsOfExperts | None:
-    """Return a function that takes a task, and returns the number of rows of each expert that the task's tokens choose.
+    """Return a function that takes a task, and returns how many of the task's tokens each chosen expert gets.
 
-    Return None if tokens choose experts uniformly: then all tasks of equal size cost the same, the mean.
+    Return None if tokens choose experts uniformly: tasks with equally many tokens then cost the same, the mean cost.
 
     For the arguments, see `simulated_decisions`.
     """

@@ -64,7 +64,7 @@ def value_checks(device: Device, plan: Plan) -> dict[str, Callable[[Task, Any], 
 
 
 def checked_rows(device: str, plan: Plan, routed: Task, value: Any, *, scored: bool) -> Mapping[int, int]:
-    """Check the value of a routing task; return it with ints: the number of rows of each expert that has any.
+    """Check the value of a routing task, {expert: number of rows}, and return it with ids and numbers as ints.
 
     Args:
         device: name of the device's class.
@@ -73,7 +73,7 @@ def checked_rows(device: str, plan: Plan, routed: Task, value: Any, *, scored: b
         scored: whether the value must have router scores.
 
     Raises:
-        WrongValue: the value has no valid rows, or no scores.
+        WrongValue: the value is no such mapping, has an unknown expert or a number below 1, or lacks required scores.
     """
     experts = plan.layout.experts_of(routed.layer)
     rows = _rows(value, experts)
@@ -93,7 +93,7 @@ def checked_rows(device: str, plan: Plan, routed: Task, value: Any, *, scored: b
 
 
 def checked_tokens(tokens: Any, sequences: int, sample: Task, device: str, least: int) -> list[int]:
-    """Check the value of a `sample` task; return it with ints: the token of each sequence.
+    """Check the value of a `sample` task, and return it as a list of ints: the token of each sequence.
 
     Args:
         tokens: the value that the device gives for this task.
@@ -137,7 +137,7 @@ def require_standings(standings: Any, requests: int, sample: Task, device: str) 
 
 
 def _rows(value: Any, experts: range) -> dict[int, int] | None:
-    """Return the number of rows of each expert that has any, as ints; None if the value is not a mapping of these."""
+    """Return `value` as {expert: number of rows}, with ints; None if it is not such a mapping with numbers above 0."""
     rows: dict[int, int] = {}
     if not isinstance(value, Mapping):
         return None

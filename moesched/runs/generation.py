@@ -28,8 +28,8 @@ class TokenHandling(NamedTuple):
     Attributes:
         stop_tokens: ids of tokens, each of which ends its request.
         on_tokens: called with a micro-batch's new tokens as {request: token}; None for no callback.
-        rows_apart: the device's function that takes a number of rows, and tests whether the results of a row have the
-            same bits in all decode micro-batches of up to that number of rows. None if the bits may differ.
+        rows_apart: tests whether the bits of a row's results do not depend on other rows, in decode micro-batches of up
+            to a given number of rows (`KeepsRowsApart.rows_apart`). None if the bits may depend on other rows.
     """
 
     stop_tokens: Collection[int] = ()
@@ -56,8 +56,8 @@ class Generation:
         busy: busy time of each lane until the last step that ended; nanoseconds.
         ended: whether all steps have ended.
         step_ends: time at which each step, prefill included, had sampled its last micro-batch; nanoseconds.
-        first_tokens: time of each request's first token, if its prompt is complete; nanoseconds.
-        sampled: for each decode step, the time at which each of its micro-batches had its tokens; nanoseconds.
+        first_tokens: time of the first token, by request, of requests that have one; nanoseconds.
+        sampled: for each decode step, the time at which each micro-batch's tokens were sampled; nanoseconds.
     """
 
     def __init__(

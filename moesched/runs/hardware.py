@@ -135,11 +135,11 @@ def _with_device_figures(report: Report, device: Device) -> Report:
 
 
 def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
-    """Test whether it is enough that a run's report has the text of `error`, so that `error` need not be raised.
+    """Test whether `error` need not be raised, because the text of the error in the run's report is enough.
 
-    This holds for failed tasks whose cause moesched raised, such as unreadable weights.
+    True for failed tasks whose cause is an error of moesched, such as unreadable weights.
 
-    one_of_several: whether this is a node of a cluster, whose report may also tell that other nodes were lost.
+    one_of_several: whether this is a node of a cluster; then the loss of other nodes need not be raised either.
     """
     cause = error.__cause__ if isinstance(error, TaskFailed) else None
     return isinstance(cause, MoeschedError) and (one_of_several or not isinstance(cause, TransportError))

@@ -47,7 +47,7 @@ class Listener:
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Called with each token; `text` is the text that it completes or, without a tokenizer, the token's number."""
+        """Called with each token; `text` is the new text, maybe empty, or without a tokenizer the token's number."""
 
     def finished(self, request: int, text: str) -> None:
         """Called once a request is complete; `text` is the last part of its text."""
@@ -118,7 +118,7 @@ class KindMeter:
 
 
 def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
-    """Return the positions of a captured step's tasks on lanes, by ((micro-batch, verb, kind of layer), lane)."""
+    """Return the positions of a captured step's tasks but joins, by ((micro-batch, verb, kind of layer), lane)."""
     positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(graph.tasks):
         if graph.lanes[position] >= 0:

@@ -124,8 +124,8 @@ def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[
     a lane for all-reduces. Nodes add an in-order lane for their exchanges, which come in the same order on all nodes.
 
     Args:
-        kinds: the kind of each lane on the device, by the lane's name. Lanes of kind "stream" share the domain
-            "device".
+        kinds: the kind of each lane on the device, by the lane's name. Lanes of kind "stream" are made with
+            `domain="device"`.
     """
     accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
     names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]

@@ -62,9 +62,9 @@ def is_policys(error: BaseException) -> bool:
 
 
 def explained(error: BaseException) -> list[str]:
-    """Return lines that explain a policy's error: its line and text, the policy's frames if several, and a hint.
+    """Return lines of text that explain a policy's error: place and message, the policy's frames if several, a hint.
 
-    An exception group with one error is explained like that error; of a group with several, each gets its own line.
+    An exception group with one error is explained like that error. For a group of several, each error adds a line.
     """
     frames = own_frames(error)
     what = in_words(error)
@@ -138,7 +138,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _method_line(trace: TracebackType | None) -> str:
-    """Return the first line of the policy's method in a traceback, as "file:line (class.method)"; empty without one.
+    """Return where the policy's method in a traceback begins, as "file:line (class.method)"; "" if no method is found.
 
     trace: traceback of an error raised after the method ended and left its step or plan incomplete.
     """

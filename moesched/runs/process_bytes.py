@@ -56,7 +56,7 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
 
 
 def largest(parts: list[ProcessBytes]) -> ProcessBytes | None:
-    """Return the entry with the largest prediction, in which the highest measured peak of all entries is filled in.
+    """Return the entry with the largest prediction; its `measured` is replaced by the highest one of all entries.
 
     Args:
         parts: an entry for each batch; without any, None is returned.

@@ -71,20 +71,20 @@ class Devices(NamedTuple):
 
     @property
     def core_plan(self) -> CorePlan | None:
-        """The shares of the host's cores that the first rank's device gives its threads; None if it gives none."""
+        """The first rank's division of the host's cores among threads; None if its device does not divide them."""
         return self.first.core_plan if isinstance(self.first, DividesCores) else None
 
     @property
     def bytes_read(self) -> int | None:
-        """Bytes that all devices read from the checkpoint's files so far; None if they do not count them."""
+        """Bytes read so far from the checkpoint's files, by all devices that count them; None if no device counts."""
         counting = [device for device in self.all if isinstance(device, CountsReads)]
         return sum(device.bytes_read for device in counting) if counting else None
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot on the rank that needs the most; ranks plan with equal sizes.
+        """Return the bytes of a page's slot: the most that any rank's device needs, since all ranks plan with one size.
 
         Raises:
-            BadInput: a device gives no size, or one that is too small.
+            BadInput: a device gives no integer, or fewer bytes than `page.nbytes`.
         """
         return max(checked_slot_bytes(device, page) for device in self.all)
 
@@ -92,7 +92,8 @@ class Devices(NamedTuple):
 def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> Process:
     """Measure the memory of this process before its first batch, when its devices are open and hold no weights.
 
-    ahead: bytes that this process has already allocated for weights. They are not part of `runtime`, but of `peak`.
+    ahead: bytes that this process has already allocated for weights; `Process.runtime` leaves them out, while
+        `Process.peak` includes them.
     """
     kernels = sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes))
     return Process(

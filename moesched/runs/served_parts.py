@@ -31,7 +31,7 @@ class ServingSetup(NamedTuple):
 
     Attributes:
         plan: the policy's plan, made for a batch that fills all of `capacity`.
-        capacity: the largest number of requests and tokens that run together.
+        capacity: the largest number of requests and tokens that may run together.
         arrivals: the requests, as they arrive and leave.
         admission: chooses which waiting request runs next; by default the one that came first.
         stop_tokens: ids of tokens, each of which ends its request.
@@ -88,8 +88,8 @@ def first_node(
         kinds: the kind of each lane on the device, by the lane's name.
         peers: on a virtual clock, the objects by which the other nodes receive the rows of each step; else empty.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
-        chosen: returns, for a task, the number of rows of each expert that its tokens choose; None except in
-            simulations with a routing.
+        chosen: returns the number of rows of each expert that the tokens of a `post_attention` task choose; None on a
+            device, and in simulations where tokens choose experts uniformly.
         device: name of the device's class, for errors about the tokens that it samples; if it is empty, as in a
             simulation, tokens are not checked.
     """

@@ -62,7 +62,8 @@ def simulate_serving(
     Args:
         device: computes every task as it ends; by default nothing is computed.
         peers: the other nodes, if several share the model; `setup` has the first node's plan and policy.
-        make_engine: makes an engine, given its lanes; the default makes a checked one if the environment asks for it.
+        make_engine: makes an engine, given its lanes; by default an `Engine`, or a `CheckedEngine` if the
+            environment variable MOESCHED_VALIDATE is set and not 0.
         routing, preview_accuracy, recorder: see `moesched.runs.simulation.simulate`.
 
     Raises:
@@ -190,9 +191,9 @@ def _require_role(plan: Plan, *, first: bool) -> None:
 
 
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
-    """Run a task, and return its value, or an awaitable of the value for a task that waits.
+    """Run a task, and return its value; for a task on a lane of kind "awaitable", return an awaitable of the value.
 
-    beside: by verb, functions that run a task in place of the device.
+    beside: functions by verb; each runs the verb's tasks in place of the device.
     """
     return beside.get(task.verb, device.execute)(task)
 

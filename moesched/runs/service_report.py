@@ -68,10 +68,10 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
         left: requests that were cancelled.
         seconds: from the first moment at which a request could run to the last token.
         requests_per_second: completed requests a second.
-        tokens_per_second: tokens a second, of all requests.
+        tokens_per_second: generated tokens a second, of all requests.
         ttft: from the arrival to the first token.
-        tpot: mean time between two tokens, by request; None if no request has two.
-        pause: longest time between two tokens, by request; None if no request has two.
+        tpot: mean time between two tokens, by completed request; None if none of these has two tokens.
+        pause: longest time between two tokens, by completed request; None if none of these has two tokens.
         waited: from the arrival until the request gets a place in a micro-batch.
         steps: number of steps.
         queue: mean number of requests that waited for a place, and the most.
@@ -131,7 +131,7 @@ def service_report(
     Args:
         ran: names of the model, machine, policy and dtype.
         serving: the requests and their outcomes.
-        capacity: the largest number of requests and tokens that ran together.
+        capacity: the largest number of requests and tokens that could run together.
         objectives: the limits on times that requests are to keep; None for none.
     """
     all_of_them = list(serving.requests.values())

@@ -51,7 +51,7 @@ class Served(msgspec.Struct):
     Attributes:
         entered: time at which the request got a place in a micro-batch.
         tokens: its generated tokens so far; a stop token is kept.
-        prompt: log probabilities of the prompt's tokens, if the request asks for them; the first token has none.
+        prompt: log probabilities of the prompt's tokens, with None for the first; empty if not asked for.
         times: the time of each generated token.
         ended: time at which the request had its last token, or had left.
         ending: reason why the request gets no more tokens; None while it runs or waits.
@@ -70,8 +70,8 @@ class Occupancy(msgspec.Struct):
     """Use of the micro-batches and the KV cache by requests. Each list has one number for each step.
 
     Attributes:
-        starts: time at which the step began: when the step before it ended or, if no request could run then, when
-            the wait for a request ended. In nanoseconds, as `times`.
+        starts: time at which the step began, in nanoseconds as `times`: the end of the step before it, or the end of
+            the wait for a request if there was a wait.
         times: time at which the step ended; nanoseconds since the first request could run.
         held: tokens that the requests' cache blocks had room for at the end of the step, before ended requests freed
             theirs.
@@ -97,7 +97,7 @@ class ServingListener:
         """Called once the weights are loaded, so that requests can run."""
 
     def token(self, served: Served) -> None:
-        """Called when `served` has one more token, or has ended: in its last call, `served.ending` is not None."""
+        """Called when a request has one more token, has ended, or both; `served.ending` is None until it ends."""
 
     def step(self, serving: Serving) -> None:
         """Called when a step of `serving` has ended, after the calls of `token` for its tokens."""
@@ -111,7 +111,7 @@ class Serving:
     part in one more step.
 
     Args:
-        places: the micro-batches that requests join and leave, and their room in the KV cache; all empty.
+        places: the micro-batches that requests join and leave, with their KV cache; no request has a place yet.
         arrivals: the requests, as they arrive and leave.
         admission: chooses which waiting request gets a place next.
         stop_tokens: ids of tokens, each of which ends its request.

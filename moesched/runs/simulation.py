@@ -47,8 +47,8 @@ def simulate(
         preview_accuracy: probability (0 to 1) that `Step.preview_route` forecasts an expert which the routing chooses
             in the next layer; n layers ahead, it is this number to the power of n.
         sharing: whether concurrent tasks slow each other down; by default, they do if lanes share a memory.
-        replay: whether to build the graph of a few steps only, and replay it. This is several times faster, and gives
-            the same times to the nanosecond.
+        replay: whether to have the policy schedule a few steps only, and repeat their graph of tasks for the others.
+            This is several times faster, and gives the same times to the nanosecond.
         observers: called with each task of the first node, when it ends.
         recorder: records the tasks of all nodes, for a trace; None for no trace.
         peers: the other nodes, if several run one model; `plan` and `policy` are the first node's. Observers and report

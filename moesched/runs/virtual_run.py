@@ -35,14 +35,15 @@ class VirtualRun:
         decisions: returns the value of a routing or sampling task if no device computes it; by default
             `simulated_decisions`.
         sharing: whether concurrent tasks slow each other down; by default, they do if lanes share a memory.
-        make_engine: makes an engine, given its lanes; the default makes a checked one if the environment asks for it.
+        make_engine: makes an engine, given its lanes; by default an `Engine`, or a `CheckedEngine` if the
+            environment variable MOESCHED_VALIDATE is set and not 0.
         observers: called with each task of the first rank, when it ends.
         recorder: records the tasks of all ranks, for a trace.
         tokens: stop tokens, and the callback for new tokens.
         steps: number of steps to run; by default all of the batch.
-        age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
-        chosen: returns, for a task, the number of rows of each expert that its tokens choose; by default, costs are
-            the mean over tokens that choose experts uniformly.
+        age: number of decode steps that count as done when decoding begins: the KV cache holds their keys and values.
+        chosen: returns the number of rows of each expert that the tokens of a `post_attention` task choose; None for
+            tasks that cost the mean over uniform choices.
 
     Attributes:
         rank_runs: lanes, engine, run state and generation of each rank.
@@ -99,9 +100,9 @@ class VirtualRun:
 
 
 def decided(decisions: Perform) -> dict[type[Task], Perform]:
-    """Return, by type of task, the functions that give the values of tasks in a run without a device.
+    """Return, by type of task, the function that returns a task's value in a run without a device.
 
-    They are `decisions` for routing, its previews and sampling; other tasks have no value.
+    For routing, its previews and sampling, the function is `decisions`; other tasks have no value.
     """
     return dict.fromkeys((Decision, Preview), decisions)
 

@@ -52,7 +52,10 @@ def observers_of(
 
 @contextmanager
 def closed_at_end(runs: Sequence[Watched]) -> Iterator[None]:
-    """At the end of the context, check the invariants of runs with a checked engine, and drop all tasks and errors."""
+    """Check runs that have a `CheckedEngine`, and close all run states at the end of the context.
+
+    A closed run state (`RunState.close`) holds no tasks or stored errors. Errors raised in the context go on.
+    """
     with ExitStack() as opened:
         for run in runs:
             opened.enter_context(closing(run.run_state))

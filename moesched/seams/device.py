@@ -102,11 +102,11 @@ class Device(Protocol):
         """Run one task and return its value once its effects are complete.
 
         Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
-        starts when all its dependencies have ended. The value of `route`, `preview_route` and `post_attention` is the
-        number of rows of each expert that has any; if the plan requests router scores, the value of `route` and
-        `preview_route` has these too (`moesched.routing.ScoredTokens`). The value of `sample` is a list of tokens,
-        one for each sequence that decodes or whose prompt ends in this step. Other verbs return None. Values may have
-        numpy's numbers in place of Python's.
+        starts when all its dependencies have ended. The value of `route`, `preview_route` and `post_attention` is a
+        mapping from each expert that has rows to the number of its rows. If the plan requests router scores, the value
+        of `route` and `preview_route` has the scores, too (`moesched.routing.ScoredTokens`). The value of `sample` is a
+        list of tokens, one for each sequence that decodes or whose prompt ends in this step. Other verbs return None.
+        Values may have numpy's numbers in place of Python's.
         A `run_expert` task computes the rows that `Task.expert_rows` names; each row must get the same bits as if all
         rows of its micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its
         rows.
@@ -126,7 +126,7 @@ class Serves(Protocol):
     def serve(self, plan: Plan) -> None:
         """Prepare as `begin` does, with no request yet.
 
-        The plan's batch is the fullest one that requests may form. The operands of `embed` are then
+        The plan's batch takes the most memory that requests may take together. The operands of `embed` are then
         `moesched.requests.rows.Rows`: who left the micro-batch, and the new tokens of each request in it.
         """
 
@@ -136,7 +136,7 @@ class JoinsRanks(Protocol):
     """A device that can be one of several: tensor-parallel ranks, or nodes that share a model's experts."""
 
     def join(self, rank: int, transport: Transport, first: Device) -> None:
-        """Make this device one of several. Called once before the first batch; on a cluster's node, before each run.
+        """Make this device one of several. Called once, before the first batch; on a cluster, before each run.
 
         If all ranks are in one process, `begin` is called on rank 0's device last, in each batch.
 
@@ -204,12 +204,12 @@ Progress: TypeAlias = Callable[[str, float, float], object]
 
 
 def ignore_progress(what: str, done: float, total: float) -> None:
-    """Do nothing with a report of progress; the callback of a device whose progress nobody follows."""
+    """Ignore a report of progress: the `Progress` callback of a device whose progress nobody follows."""
 
 
 @runtime_checkable
 class TellsProgress(Protocol):
-    """A device whose `begin` may take long, and reports its progress.
+    """A device that reports how far its `begin` has come, since `begin` may take long.
 
     Attributes:
         tell: called with the name of the work, the amount done and the total amount; assigned before the first batch.
@@ -220,7 +220,7 @@ class TellsProgress(Protocol):
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """A device that runs its kernels once before the first step, while pages that stay are loaded."""
+    """A device that runs its kernels once before the first step, while the plan's resident pages are loaded."""
 
     def warm_up_seconds(self) -> float | None:
         """Return the seconds that the last batch's warm-up took; None without a warm-up. Called after a batch."""
@@ -257,7 +257,7 @@ class HasOwnBytes(Protocol):
 class ReplaysGraphs(Protocol):
     """A device that may replay graphs of kernels.
 
-    Replayed kernels keep their results in the device's memory, for which plans then reserve bytes.
+    If `replays` is True, plans reserve bytes in the device's memory for the results of replayed kernels.
     """
 
     replays: bool
@@ -274,17 +274,20 @@ class StandsBy(Protocol):
 
 @runtime_checkable
 class GivesScores(Protocol):
-    """A device whose routers give scores where a plan requests them; on other devices such a plan is refused."""
+    """A device whose routers give scores if a plan requests them and `gives_scores` is True.
+
+    Plans that request scores are refused on all other devices.
+    """
 
     gives_scores: bool
 
 
 @runtime_checkable
 class KeepsRowsApart(Protocol):
-    """A device that says whether rows are computed apart from each other, so that ended sequences can be left out.
+    """A device that says whether rows are computed apart from each other.
 
-    The operands of `embed` are the requests that are in the micro-batch in this step; a request that was left out never
-    comes back.
+    If they are, sequences that have ended are left out of their micro-batch. The operands of `embed` are the requests
+    that the micro-batch has in this step; a request that was left out never comes back.
     """
 
     def rows_apart(self, rows: int) -> bool:
@@ -377,7 +380,8 @@ class KernelRow(NamedTuple):
     """A row of a device's table of kernels.
 
     Attributes:
-        takes: the cases that the kernel computes, in words.
+        takes: the cases that the kernel computes, in words; a case has a number of rows, storage formats, a dtype
+            and a device.
         problem: the reason why the kernel computes no case on this machine; None if it computes some.
     """
 
@@ -393,17 +397,17 @@ class ListsKernels(Protocol):
 
     @staticmethod
     def kernel_rows() -> Sequence[KernelRow]:
-        """Return the rows of all operations. Of an operation's rows, the first that takes a case computes it."""
+        """Return the rows of all operations. A case is computed by the first kernel of its operation that takes it."""
 
 
 class Kernel(Protocol):
     """A third-party kernel, for one operation; see `moesched.devices.kernels.seam`."""
 
     def refusal(self, case: Any) -> str:
-        """Return the reason why the kernel does not take a case; empty if it does."""
+        """Return the reason why the kernel does not take a `Case` of its operation; empty if the kernel takes it."""
 
     def bind(self, case: Any, weights: Any, memory: Any) -> Callable[..., Any]:
-        """Make the function that computes a case, with these weights and with results in `memory`, a `Workspace`.
+        """Make the function that computes a `Case`, with these weights and with results in `memory`, a `Workspace`.
 
         Called only for cases that the kernel takes. The function may be called often.
         """

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 class Policy(Protocol):
     """Plans a run and schedules its steps.
 
-    Each batch gets a new instance, made with the user's `--set` values as keyword arguments, unless its `keeps_state`
-    is True. The instance submits tasks through the step's verbs in program order, and may await nothing but their
-    handles. If it has a setting `kv_on_gpu`, the share (0 to 1) of the micro-batches whose KV cache stays on the
-    accelerator, the planner searches its values, too.
+    Each batch gets a new instance, made with the user's `--set` values as keyword arguments; a class whose
+    `keeps_state` is True has one instance for all batches. The instance submits tasks through the step's verbs in
+    program order, and may await nothing but the handles that verbs return. If the class has a setting `kv_on_gpu`, the
+    share (0 to 1) of the micro-batches whose KV cache stays on the accelerator, the planner searches its values, too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
-    policy sees one accelerator with its share of the model. A class for a pipeline or several machines is `Pipelined`
-    or `ExpertParallel`.
+    policy sees one accelerator with its share of the model. A class for a pipeline is `Pipelined`, and
+    a class for several machines is `ExpertParallel`.
     """
 
     def plan(self, plan: Plan) -> None:
@@ -31,7 +31,7 @@ class Policy(Protocol):
     async def decode(self, step: Step) -> None:
         """Submit the tasks of one more token of each sequence, up to and including each micro-batch's `sample`.
 
-        Some micro-batches may hold prompts instead (`Step.phase`), where a caller adds requests to a run.
+        If a caller adds requests to a run, some micro-batches may hold prompts in this step (`Step.phase`).
         """
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Routing(Protocol):
-    """Chooses experts where no router runs. A pure function of its arguments and its seed."""
+    """Chooses experts where no router runs. `choose` depends only on its arguments and the routing's seed."""
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """Count a micro-batch's tokens for each expert that gets any, in ascending order of expert.

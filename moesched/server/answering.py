@@ -49,7 +49,7 @@ class Endpoint(ABC, Generic[Given]):
         model: the model that is served.
         link: the link to the engine's process.
         gate: limits the number of answers that run or wait.
-        metrics: counts tokens, and times answers.
+        metrics: counts tokens, and measures the time to a request's first token and the mean time between tokens.
     """
 
     kind: type[Given]
@@ -62,9 +62,10 @@ class Endpoint(ABC, Generic[Given]):
 
     @abstractmethod
     async def understand(self, given: Given, user: str) -> CheckedRequest:
-        """Check a request's fields, and make prompts and settings of them.
+        """Check a request's fields, and make its prompts, its settings and the form of its response from them.
 
         Args:
+            given: the request's fields.
             user: name of the user who sent the request, for the admission rule.
 
         Raises:

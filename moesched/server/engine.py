@@ -61,7 +61,7 @@ class TokenSender(ServingListener):
 
     Args:
         ready: the message to send once weights are loaded.
-        capacity: the limits of the run, from which the size of the KV cache follows.
+        capacity: the run's limits, which give the number of tokens in the KV cache for messages of the engine's state.
     """
 
     def __init__(self, send: Send, ready: Ready, capacity: Capacity) -> None:

@@ -181,10 +181,10 @@ class ChatRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def most_tokens(self) -> int | None:
-        """Largest number of tokens of an answer, which the request may give under two names; None if it is absent.
+        """Largest number of tokens of an answer: `max_completion_tokens` or `max_tokens`; None if both are absent.
 
         Raises:
-            ApiError: the two differ.
+            ApiError: both are given, and differ.
         """
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:

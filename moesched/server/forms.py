@@ -160,7 +160,10 @@ def completion_logprobs(scored: Sequence[Scored], codec: Codec) -> CompletionLog
 
 
 def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | None:
-    """Return the log probabilities of the likeliest tokens and of the chosen one, by text; None if there are none."""
+    """Return the log probabilities of the likeliest tokens and the chosen one, by `token_key`; None if there are none.
+
+    text: the chosen token's `token_key`.
+    """
     if scored.logprob is None:
         return None
     found: dict[str, float] = {}

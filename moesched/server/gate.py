@@ -93,7 +93,7 @@ class Gate:
 
         Args:
             answers: the number of answers.
-            refused: whether they ended with an ApiError; such ends do not count towards the rate at which answers end.
+            refused: whether the answers ended with an ApiError; then the rate at which answers end leaves them out.
         """
         if self.inside < self._running:
             self._ends.clear()

@@ -198,7 +198,7 @@ class AnswersInProgress:
 
 
 def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
-    """Make the message that asks the engine for one answer, sampled by `seed`; the link sets its number later."""
+    """Make the message that asks the engine for one answer, sampled with `seed`; the link sets `Ask.number` later."""
     return Ask(
         number=0,
         ids=prompt.ids,

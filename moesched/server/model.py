@@ -87,11 +87,12 @@ class Model:
         return Prompt(self.codec.decode(prompt), prompt)
 
     def answer_tokens(self, asked: int | None, prompts: Sequence[Prompt], *, chat: bool) -> int:
-        """Return the largest number of tokens of each answer, at least 1.
+        """Return the largest number of tokens of each answer, at least 1: `asked` or, if that is None, a default.
+
+        The default is lowered to the number of tokens for which the longest prompt leaves room.
 
         Args:
-            asked: the number that the request gives. None for the default number, or fewer if the longest prompt leaves
-                room for fewer.
+            asked: the number that the request gives; None if it gives none.
             chat: whether the default is that of chats rather than of completions.
 
         Raises:

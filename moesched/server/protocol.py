@@ -64,7 +64,7 @@ class TimedProtocol(H11Protocol):
         _cancel(self._write_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP with status 400, without `msg`; if an answer has begun, only disconnect."""
+        """Refuse bytes that are not HTTP: answer with status 400, without `msg`; only close if an answer has begun."""
         self._refuse(NOT_HTTP)
 
     def shutdown(self) -> None:
@@ -90,7 +90,10 @@ class TimedProtocol(H11Protocol):
         _cancel(self._write_timer)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with an error in place of the application, unless an answer has begun, and close the connection."""
+        """Answer a request with an error, unless an answer has begun; then close the connection.
+
+        An application that waits for the request's body is told that the client has left.
+        """
         if self.conn.our_state is h11.SEND_RESPONSE:  # the application waits for a body
             self.cycle.disconnected = True
             self.cycle.message_event.set()

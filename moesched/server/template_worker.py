@@ -90,8 +90,9 @@ def answer(renderer: Renderer, line: bytes) -> dict[str, str]:
 def serve(lines: BinaryIO, out: BinaryIO) -> None:
     """Compile the template in the first line, reply whether that worked, and render each further line's messages.
 
-    The first line also has the most seconds of processor time that a rendering may take; a longer one ends the process
-    by SIGPROF. Time in which other processes run does not count.
+    The first line is an object: `text` and `special` as for `Renderer`, and `seconds`, the processor time that a
+    rendering may take; time in which other processes run does not count. SIGPROF ends the process once a rendering
+    takes longer.
     """
     first = json.loads(next(lines))
     try:

@@ -41,7 +41,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` with which the stop string begins."""
+    """Return the length of the longest proper prefix of `stop` with which `text` ends; 0 if there is none."""
     return next(
         (length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0
     )

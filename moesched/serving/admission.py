@@ -70,10 +70,10 @@ class FairAmongUsers:
         return [waiting[index] for index in sorted(range(len(starts)), key=starts.__getitem__)]
 
     def entered(self, request: Request) -> None:
-        """Count the tokens of a request that begins to run, and forget the users who are no longer ahead.
+        """Count the tokens of a request that begins to run, and forget users who are not ahead of its start.
 
-        These are the users whose last request ends at the start of this one, or before. If there are more than
-        `MOST_USERS`, about half of them, those whose last requests end first, are forgotten in any case.
+        Users are ahead of this start if their last request ends after it. If more than `MOST_USERS` users are
+        remembered, about half of them are forgotten in any case: those whose last requests end first.
         """
         start = self._start(request.user, self._ends)
         self._ends[request.user] = start + request.most_tokens

@@ -30,10 +30,10 @@ class Arrivals(Protocol):
         """True once no more requests will arrive."""
 
     def news(self, now: int) -> News:
-        """Return the arrivals and departures up to the time `now` that no earlier call returned.
+        """Return the arrivals and departures since the last call, up to the time `now`.
 
         Args:
-            now: nanoseconds since the first request could run, as for the other methods.
+            now: nanoseconds since the weights were loaded, as for the other methods.
         """
 
     def until_next(self, now: int) -> int:

@@ -23,10 +23,10 @@ class Capacity(msgspec.Struct, frozen=True):
     Attributes:
         places: the number of places.
         sequences: the largest number of requests of a place.
-        cache_tokens: tokens in the KV cache of a place, in whole blocks.
-        prompt_tokens: the most prompt tokens of a place in a step.
+        cache_tokens: number of tokens that fit in the KV cache of a place; a multiple of `KV_BLOCK_TOKENS`.
+        prompt_tokens: the most prompt tokens of a place in a step if prompts are not cut; no prompt is longer.
         context: the largest number of tokens of a request, prompt and answer together.
-        chunk: the most prompt tokens of a place in a step if prompts are cut over steps; 0 if they are not cut.
+        chunk: the most prompt tokens of a place in a step if prompts are cut over several steps; 0 if they are not cut.
     """
 
     places: int
@@ -50,10 +50,9 @@ class Capacity(msgspec.Struct, frozen=True):
     def fullest(self) -> Batch:
         """Return a batch that takes the most memory that requests may take, for policies and devices to plan with.
 
-        In each place, the prompts of `sequences` requests together have at least `prompt_tokens` tokens. They have
-        fewer only if a request would otherwise have no room for a token to generate. With the generated tokens, the
-        requests fill all of `cache_tokens`. If prompts are cut, at most `chunk` of a place's prompt tokens pass a layer
-        together.
+        In each place, the prompts of `sequences` requests together have at least `prompt_tokens` tokens. If that leaves
+        a request no room to generate a token, the prompts are shorter. With the generated tokens, the requests fill all
+        of `cache_tokens`. If prompts are cut, at most `chunk` of a place's prompt tokens pass a layer together.
         """
         blocks, more = divmod(self.cache_tokens // KV_BLOCK_TOKENS, self.sequences)
         least = KV_BLOCK_TOKENS * blocks
@@ -99,10 +98,10 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
-    """Return a capacity with the sizes of a batch, for requests of up to `context` tokens, prompt and answer together.
+    """Return the capacity for a batch of these sizes, if each request has up to `context` tokens, answer included.
 
     All micro-batches have room for the same number of requests. There may be more micro-batches than in `sizes`, so
-    that as many of the batch's requests as possible have room: 16 requests in micro-batches of up to 6 become 4 of 4.
+    that fewer of the batch's requests are left out: 16 requests in 3 micro-batches become 4 micro-batches of 4.
     """
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
     places = _even_places(sizes.batch_size, sizes.micro_batches)
@@ -113,5 +112,5 @@ def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
 
 
 def _even_places(requests: int, least: int) -> int:
-    """Return the number of equal places that leaves out the fewest requests: at least `least`, but below twice that."""
+    """Return the number of equal places, from `least` to `2 * least - 1`, that leaves out the fewest requests."""
     return min(range(least, min(2 * least, requests + 1)), key=lambda places: requests % places)

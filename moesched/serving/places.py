@@ -19,7 +19,7 @@ class Seat:
     Attributes:
         request: the request.
         place: the number of the micro-batch.
-        cached: number of the request's tokens that passed the layers before the next step.
+        cached: number of the request's tokens that steps have taken so far; its next row begins after them.
         tokens_left: number of tokens that may still be sampled for the request.
         last_step: number of the last step that the request was part of; `NEVER` if it was part of none.
     """
@@ -66,7 +66,7 @@ class Seat:
 
     @property
     def _following(self) -> int | None:
-        """Id of the prompt's token that follows the tokens taken into steps so far.
+        """Id of the prompt's next token: the first one that no step has taken yet.
 
         None at the prompt's end, or if the request does not ask for log probabilities of its prompt.
         """
@@ -76,11 +76,11 @@ class Seat:
 
 
 class _Place:
-    """One micro-batch whose requests change, and the tokens that these take in its KV cache.
+    """One micro-batch whose requests change, and the room that they take in its KV cache.
 
     Attributes:
         seats: the micro-batch's requests, by number.
-        held: tokens that the requests take in the KV cache, in whole blocks.
+        held: number of tokens that the requests' blocks of the KV cache have room for.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Places:
 
     @property
     def held(self) -> int:
-        """Tokens of the KV cache that requests take, in whole blocks."""
+        """Number of tokens that the requests' blocks of the KV cache have room for."""
         return sum(place.held for place in self._places)
 
     def enter(self, request: Request) -> bool:

@@ -18,7 +18,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         number: a number that no other request has.
         prompt: length of the prompt in tokens.
         new_tokens: the largest number of tokens to generate.
-        arrives: time of arrival, in nanoseconds on the run's clock.
+        arrives: time of arrival, in nanoseconds since the run had loaded the weights.
         ids: token ids of the prompt; None in simulations.
         sampling: the settings for choosing tokens.
         logprobs: the log probabilities to return; None for none.
@@ -41,7 +41,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blocks_tokens(self) -> int:
-        """Tokens that the request takes in the KV cache at the end, in whole blocks."""
+        """Number of tokens that the request's blocks of the KV cache have room for: `most_tokens`, in whole blocks."""
         return cached_tokens(self.most_tokens)
 
     @property

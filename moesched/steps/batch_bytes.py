@@ -37,9 +37,9 @@ class BatchBytes(ReadOnly):
 
     Args:
         batch: the requests and their division into micro-batches.
-        chunks: the part of the prompts that each micro-batch of prefill takes, by the micro-batch's number. Where long
-            prompts are cut, prefill has more micro-batches than decode.
-        operations: sizes of the model's data.
+        chunks: by number of each micro-batch of prefill, the part of the prompts that it takes. Where long prompts are
+            cut, prefill has more micro-batches than decode.
+        operations: gives the bytes of the model's data, such as those of a hidden state.
         on_gpu: whether the accelerator is a GPU with a memory of its own.
 
     Attributes:
@@ -104,12 +104,12 @@ class BatchBytes(ReadOnly):
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
     def host_rows(self, attended: Iterable[int], *, routed: bool) -> int:
-        """Return the bytes of the host's buffers for the rows that it exchanges with an accelerator in decode.
+        """Return the bytes of the host's buffers for rows that go to or come from an accelerator in decode.
 
         Each micro-batch has a buffer of its own.
 
         Args:
-            attended: the micro-batches whose KV cache is on the host.
+            attended: numbers of the micro-batches whose KV cache is on the host, which may compute their attention.
             routed: whether experts run on the host.
         """
         rows, operations = self._decode_rows, self._operations
@@ -123,7 +123,7 @@ class BatchBytes(ReadOnly):
     def host_prompt_rows(self, in_flight: int) -> int:
         """Return the bytes of the host's buffers for prefill's rows (tokens) whose experts run on the host.
 
-        in_flight: number of micro-batches that are within a layer at once: in the worst case, the largest ones.
+        in_flight: number of micro-batches that are within a layer at once; the largest ones are counted.
         """
         return sum(routed_prompt_bytes(self._operations, rows) for rows in self._largest_first[:in_flight])
 
@@ -138,13 +138,13 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """Sizes, in rows, of the workspaces in which a GPU keeps results of micro-batches from step to step."""
+        """For each buffer in which a GPU keeps a micro-batch's results from step to step, its number of rows."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]
 
     def replayed(self, *, loads: bool) -> int:
-        """Return the bytes of GPU memory at fixed addresses, which replayed CUDA graphs use for results and tables.
+        """Return the bytes that CUDA graphs use at fixed addresses: results, scratch, tables of the weights' addresses.
 
         loads: whether keys and values are loaded from the host.
         """
@@ -167,7 +167,7 @@ class BatchBytes(ReadOnly):
         return rows * exchanged_bytes(self._operations)
 
     def device_kv(self, micro_batches: Iterable[int]) -> int:
-        """Return the bytes on the accelerator of one layer's keys and values of prompts that are cut into chunks.
+        """Return the bytes that one layer's keys and values of prompts in chunks take on the accelerator.
 
         They are needed if the KV cache is on the host. All tokens of a cut prompt count, even where a layer has a
         sliding window. The next layer reuses the memory.

@@ -1,4 +1,4 @@
-"""Contention: tests whether tasks on one lane of a plan slow tasks on other lanes down."""
+"""Contention: tests whether a task on one lane of a plan slows down tasks on other lanes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def devices_contend(plan: Plan) -> bool:
 
 
 def host_contends(plan: Plan) -> bool:
-    """Test whether a plan's host computes with data in the memory that transfers to the accelerator also read.
+    """Test whether the host computes on data in its memory, from which transfers to the accelerator read as well.
 
     False if the machine's profile has measured costs. False, too, if the profile names no class of hardware for any
-    processor: its rates are then taken as rates that are reached in full, not as peaks.
+    processor: the rates in the profile are then taken as reached in full, not as peaks.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

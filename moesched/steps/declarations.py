@@ -56,7 +56,7 @@ def require_slots(name: str, slots: object, filled: int, replacement: object) ->
 
 
 class Declarations(ReadOnly):
-    """Base of `Plan`, which holds the policy's declarations other than pools and resident pages."""
+    """Declarations of a policy, other than pools and resident pages; a base class of `Plan`."""
 
     _assignable = frozenset({"discipline", "task_limit"})
     _remedy = "declare with the plan's methods, and keep your own numbers in attributes of the policy"
@@ -91,8 +91,8 @@ class Declarations(ReadOnly):
     def task_limit(self) -> int:
         """Largest number of tasks that a step may submit; a policy may assign another number in `plan`.
 
-        The default is far above the needs of policies. For each micro-batch it allows twenty tasks for each page,
-        for each expert of each layer, and for each verb in each layer.
+        The default is far above the needs of policies. For each micro-batch of prefill, it allows 20 tasks per page of
+        the model, and 20 per expert and 400 more in each layer.
         """
         return self._declared.task_limit or self._default_task_limit
 
@@ -105,8 +105,8 @@ class Declarations(ReadOnly):
         """Have the values of `route` and `preview_route` include the router's scores, as `.scores`.
 
         The value is still a mapping {expert: tokens}. Its `scores` has one number for each expert of the layer: the
-        router's probability, averaged over the micro-batch's tokens. Where no router runs, on the virtual clock, they
-        are the experts' shares of the micro-batch's choices, unless the routing gives scores.
+        router's probability, averaged over the micro-batch's tokens. On the virtual clock no router runs: the scores
+        are those of the run's routing or, if it has none, the experts' shares of the micro-batch's choices.
 
         Raises:
             PolicyError: the plan is centralised, so that only the first node has a router.

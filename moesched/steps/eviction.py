@@ -1,4 +1,4 @@
-"""Eviction rules, which choose the page that a pool evicts to make room for another one, and checked calls of rules."""
+"""Eviction rules, which choose the page that a pool evicts to make room, and a class that calls and checks a rule."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _taken: WeakValueDictionary[int, Eviction] = WeakValueDictionary()
 
 
 class RuledPages:
-    """The pages of a cache that may be evicted, in the order of their arrival, and the eviction rule that chooses one.
+    """The pages of a cache (a pool, for example) that may be evicted, in order of arrival, and the rule that chooses.
 
     Args:
         rule: an `Eviction` object that no other cache has, or a class of such objects.
@@ -51,9 +51,9 @@ class RuledPages:
         room: number of pages that the cache may hold.
 
     Attributes:
-        rule: the rule's object.
+        rule: the `Eviction` object.
         room: number of pages that the cache may hold.
-        held: the pages by id.
+        held: the pages by `Page.id`.
 
     Raises:
         PolicyError: `rule` is no eviction rule, or belongs to another cache.
@@ -89,7 +89,7 @@ class RuledPages:
         """Tell the rule about each page that a task of the step `step` reads, in the order of `pages`.
 
         Args:
-            pages: the pages to which the indices in `tokens` refer; it may have others, which are not read.
+            pages: the pages that the task reads, and possibly others.
             tokens: the number of the task's rows for each page that it reads, by the page's index in `pages`.
         """
         used, index = self.rule.used, -1

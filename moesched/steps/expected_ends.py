@@ -17,11 +17,11 @@ Price = Callable[[Work], int]
 
 
 class ExpectedEnds(NamedTuple):
-    """Expected ends, in nanoseconds, of the tasks that have not ended, and of lanes.
+    """Expected ends, in nanoseconds, of the tasks that have not ended, and of their lanes.
 
     Attributes:
         tasks: the end of each task, by `Task.id`.
-        lanes: the end of the last such task of each lane that has any.
+        lanes: for each lane with such tasks, the end of the last one that is not cancelled.
     """
 
     tasks: dict[int, int]

@@ -48,7 +48,7 @@ class FixedPages(Pool):
 
 
 class HomePages(FixedPages):
-    """Pages in the memory that weights come from, for the host to compute with.
+    """Pages in the memory where weights are stored, which the host reads there to compute.
 
     The pages are there already: nothing loads or moves them, and they claim no further bytes.
     """

@@ -1,8 +1,8 @@
 """Memories with budgets, and pools of page slots.
 
-A plan reserves bytes for the whole run. Slots are used again in program order: when one line of a policy evicts a page,
-its next line may bring another page to that slot, although tasks that read the first page may not have run yet. The
-transfer of the new page waits for those tasks, so that pages stay whole, whatever overlaps.
+A plan reserves bytes for the whole run. Slots are used again in program order: once a policy has evicted a
+page, it may bring another page to that slot, although tasks that read the first page may not have run yet. The transfer
+of the new page waits for those tasks, so that pages stay whole, whatever overlaps.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Memory(ReadOnly):
 
         Args:
             what: the user of the bytes, the subject of the message "... need N bytes".
-            nbytes: all bytes in use at that time.
+            nbytes: all bytes in use at that time, reserved or not.
 
         Raises:
             OverBudget: the bytes are more than the budget.
@@ -132,7 +132,7 @@ class Slot(Block):
         index: the slot's number in the pool.
         fixed: whether the slot holds the same page for the whole run.
         page: the page that it holds; None while it is empty.
-        read: number of the last step that read the page. Before any step read the page, the way in which it came:
+        read: number of the last step that read the page. If no step has read it, a negative number for its arrival:
             `LOADED` before the first step, `FETCHED` on demand, or `SPECULATED` by a speculative fetch.
         views: the open views that show the page; a view is the set of slots that one kernel reads.
     """
@@ -165,11 +165,11 @@ class Pool(ReadOnly):
     Args:
         name: the pool's name in messages and reports.
         slots: number of slots.
-        slot_bytes: bytes of a slot.
+        slot_bytes: bytes of a slot in the memory.
         replacement: "ring", "lru", "none", or for a `RuledPool` an eviction rule.
 
     Attributes:
-        page_bytes: bytes of the largest page that the pool was declared for.
+        page_bytes: bytes of the largest page that the pool was declared for, by `Page.nbytes`; a slot may be larger.
         line: the policy's line that declared the pool, as file:line; empty where that is not known.
     """
 
@@ -351,7 +351,9 @@ class Pool(ReadOnly):
 
 
 def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
-    """Note that a task of `tokens` rows of the step `step` reads the pages in these slots.
+    """Note that a task of the step `step` reads the pages in these slots.
+
+    tokens: number of the task's rows.
 
     Returns:
         whether later reads in the same step have to be noted as well, since a pool's replacement rule counts every use.
@@ -407,7 +409,7 @@ def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ..
 
 
 def _vacate_lost(page: Page, held: Slot, taken: Sequence[Slot], engine: Engine) -> None:
-    """Empty the slot of a page whose transfer failed or was cancelled, so that the page can be fetched again.
+    """Check that a page's transfer failed or was cancelled, and empty its slot, so that it can be fetched again.
 
     Args:
         held: the page's slot.

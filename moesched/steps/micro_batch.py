@@ -23,7 +23,7 @@ class HostOutput(NamedTuple):
 
     Attributes:
         expert: the expert's number in the layer.
-        rows: the range of the expert's rows in the micro-batch that the output is for.
+        rows: the rows that the output is for: a range of the rows that the micro-batch has for the expert.
         block: the block of data that holds the output.
     """
 
@@ -41,7 +41,7 @@ class Blocks:
     Args:
         index: the micro-batch's number, for the blocks' names.
         unified: whether accelerator and host share a memory.
-        whole: the blocks of the micro-batch that a chunk is part of; None for no chunk.
+        whole: for a chunk, the blocks of the micro-batch that it is a part of; else None.
 
     Attributes:
         reads, writes: by a verb's number, the blocks that its task reads and writes.
@@ -67,7 +67,7 @@ class KVState:
 
     Attributes:
         layers: the cache's block of each layer.
-        device: the block with one layer's keys and values on the accelerator, which the chunks of a prompt share.
+        device: the block on the accelerator for one layer's keys and values; the chunks of a micro-batch share it.
         on_accelerator: for each layer, whether its cache is on the accelerator; if not, it is on the host.
         unsaved: the layer whose new keys and values `offload_kv` has yet to move to the host; -1 for none.
         loaded: by layer, the number of the buffer that `load_kv` filled with the layer's keys and values.
@@ -89,11 +89,11 @@ class RoutingState:
     Attributes:
         decision: the task of `route`; None before it.
         pending: the experts that have yet to run on this node; None until the result of `route` is known.
-        rows_left: for each pending expert of which a part has run, the ranges of rows that have yet to run.
+        rows_left: for each pending expert that has run on some of its rows, the ranges of its other rows.
         owners: the node of each expert, as passed to `assign`; None before that.
         outputs: the blocks of experts' outputs that `combine` reads.
         on_host: outputs that are still on the host; None if the routed rows were not copied there.
-        called: processors ("accelerator", "host") on which experts with resident weights have begun to run.
+        called: processors ("accelerator", "host") with a task of a resident expert; further ones join its call.
     """
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ class MicroBatch:
         starts: for each of these requests, the number of its tokens before the step.
         tokens: for each of these requests, the number of its new tokens in the step.
         ends: the requests for which the step samples a token.
-        generated: number of tokens that each sequence generated before the step; in continuous batching, the least of
-            these numbers.
+        generated: number of tokens that each sequence generated before the step; in continuous batching, the smallest
+            such number.
         phase: "prefill" or "decode".
         served: the rows of the step in continuous batching, where requests join and leave between steps; None in a
             fixed batch.
@@ -136,8 +136,8 @@ class MicroBatch:
             reads and writes.
         routes: whether the policy computes the experts in tasks of their own, after `route`, rather than in
             `post_attention`.
-        sized_for: the case that its works were computed for: phase, number of sampled tokens, number of new tokens, and
-            `routes`.
+        sized_for: the values that its works were computed from: phase, number of sampled tokens, number of new tokens,
+            and `routes`; None before that.
         chunk: the tokens of its prompts that it computes in prefill; None if its chunks compute them.
         chunk_of: for a chunk, the micro-batch that it is a part of; else None.
         is_chunk: whether it is a chunk.

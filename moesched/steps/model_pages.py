@@ -10,7 +10,7 @@ from moesched.models.layout import Page, WeightLayout
 
 
 def describe(page: Page) -> str:
-    """Return a page as text for messages: layer, expert (or "dense" for weights that all tokens use), and index."""
+    """Return a page as text for messages: layer, expert (or "dense"), and the page's index there, as "L3 E5 #0"."""
     part = "dense" if page.expert < 0 else f"E{page.expert}"
     return f"L{page.layer} {part} #{page.index}"
 
@@ -60,7 +60,7 @@ def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
 def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout, most_bytes: int = maxsize) -> int:
     """Check that pages belong to a model, and return the sum of their bytes.
 
-    A page of another layout may have the same number, but stands for other bytes.
+    Equal ids do not suffice: a page of another layout may have the same id, but hold other bytes.
 
     Args:
         verb: the calling verb's name, for messages.
@@ -68,7 +68,7 @@ def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout, most_b
         most_bytes: the largest size that a page may have, in bytes.
 
     Raises:
-        PolicyError: a page belongs to another model, or is larger.
+        PolicyError: a page belongs to another model or layout, or has more than `most_bytes` bytes.
     """
     own, nbytes = layout.pages, 0
     try:

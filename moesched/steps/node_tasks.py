@@ -11,8 +11,8 @@ verbs are more than one task:
     combine          on the first node: partial_sum, gather, combine    on the others: partial_sum, gather
     sample           on the first node: sample, broadcast               on the others: broadcast, sample
 
-Sums are in float32 and added in the order of the nodes; the residual is added afterwards, and rounded once. So all
-nodes that attend have the same bits.
+Sums are in float32 and added in the order of the nodes. The residual is added afterwards, and the result is rounded
+once. So all nodes that attend have the same bits.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class NodeTasks(SplitVerbs):
         yield task, (*reads, self._sums[task.micro_batch]), writes
 
     def _hand_in(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        """Yield the tasks that sum a node's part of a layer's output, and exchange the sums of all nodes."""
+        """Yield a task that sums up this node's part of a layer's output, and one that exchanges the nodes' sums."""
         sums = (self._sums[task.micro_batch],)
         yield self._kernel("partial_sum", task, task.work), reads, sums
         yield self._exchange(self._sum_verb, task, SUM), sums, sums
 
     def _send(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        """Yield the first node's tasks for a verb: `task`, with the blocks it reads and writes, and a broadcast."""
+        """Yield the first node's tasks for a verb: first `task` itself, then a broadcast of its result."""
         yield task, reads, writes
         yield self._exchange("broadcast", task, ROWS if task.verb == "route" else TOKENS), writes[-1:], ()
 
@@ -116,7 +116,7 @@ class NodeTasks(SplitVerbs):
 
         Args:
             verb: the kind of exchange: "broadcast", "gather" or "all_reduce".
-            data: the kind of data: sums, rows with their choices, or tokens.
+            data: the kind of data: `SUM`, `ROWS` (routed rows with their choices) or `TOKENS`.
             rows: number of rows.
         """
         each = {

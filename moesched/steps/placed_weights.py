@@ -43,7 +43,7 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> HomePages | None:
-        """Pages that the host's experts read in the memory where weights are stored; None if they read none there."""
+        """Pages that the host may compute with where weights are stored; None unless the plan has it do so."""
         return self._home
 
     @property
@@ -99,18 +99,18 @@ class PlacedWeights(ReadOnly):
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
-        """Have the host compute with pages in the memory where weights are stored, unless they stay in another memory.
+        """Have the host compute, in the memory where weights are stored, with pages that stay in no other memory.
 
         Args:
             memory: the memory where weights are stored.
             pages: the pages to choose from.
-            both: ids of pages that the host computes with as well, although they stay in another memory.
+            both: ids of pages that the host computes with even if they stay in another memory, too.
         """
         elsewhere = {page.id for resident in self._resident for page in resident.pages()} - set(both)
         self._home = HomePages(memory, (page for page in pages if page.id not in elsewhere))
 
     def count_load_buffers(self, memory: Memory, global_bytes: int) -> None:
-        """Choose `load_buffers` for a memory with resident pages, unless a pool there has slots to load through.
+        """Choose `load_buffers` for a memory; no effect if it has no resident pages, or a pool of two or more slots.
 
         Args:
             memory: the memory that the pages are loaded into.

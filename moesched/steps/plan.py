@@ -1,8 +1,9 @@
 """The plan of a run: everything that a policy decides before the first step.
 
-A policy gets a Plan that describes the model, the machine and the batch. It declares where the KV cache is, which
-pages stay in fast memory, which pools the others stream through, and how lanes issue tasks. The order of declarations
-does not matter: memory is reserved when all are known, and each reservation is checked against the memory's budget.
+A policy gets a Plan that describes the model, the machine and the batch. In it the policy declares where the KV cache
+is, which pages stay in fast memory, which pools the others stream through, and how lanes issue tasks. The order of
+declarations does not matter: memory is reserved when all are known, and each reservation is checked against the
+memory's budget.
 """
 
 from __future__ import annotations
@@ -236,8 +237,8 @@ class Plan(PlanFacts):
         """Declare pages that stay in the memory `role` for the whole run; they are loaded before the first step.
 
         Raises:
-            PolicyError: the pages belong to several stages, and the memory would be an accelerator's; or one of them is
-                named twice, or kept in that memory already.
+            PolicyError: the pages belong to several stages, and `role` is "accelerator"; or one of them is named twice,
+                or kept in that memory already.
         """
         self._declare("keep", self.declared)
         pages = require_list("keep", pages)

@@ -96,7 +96,9 @@ class PlanFacts(Declarations):
         return self.reservations.kv(self.declared)
 
     def memory(self, role: Role, stage: int = 0) -> Memory:
-        """Return the memory that plays a role; each stage of a pipeline has an accelerator of its own.
+        """Return the memory of a role: "accelerator", "host" or "pinned".
+
+        stage: number of the pipeline stage whose accelerator is meant; no effect on the other roles.
 
         Raises:
             BadInput: the machine has no pinned memory.
@@ -116,14 +118,14 @@ class PlanFacts(Declarations):
     def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
         """Return the bytes of a memory that are left for further declarations.
 
-        Taken are the bytes for the declarations so far, and those that every policy needs. Activations count for all
+        The declarations so far take bytes, and so does what every policy needs. Activations count for all
         micro-batches unless `limit_in_flight` is declared. KV caches count as soon as they have a place.
 
         Args:
             role: the role of the memory that is asked about.
             stage: number of the pipeline stage whose accelerator's memory is meant.
-            given: declarations to assume instead of those so far, such as `replace(plan.declared, in_flight=1)`. Pools
-                and resident pages are always those declared so far. None for the declarations so far.
+            given: declarations to assume, such as `replace(plan.declared, in_flight=1)`; None for those so far. Pools
+                and resident pages are always those declared so far.
 
         Raises:
             OverBudget: the declarations need more than the memory's budget.
@@ -152,17 +154,17 @@ def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
 
 
 def _without_staging(machine: Machine) -> str:
-    """Return in words why a machine without pinned memory has none."""
+    """Return, in words for a message, the reason why a machine has no pinned memory."""
     return "accelerator and host share one" if machine.unified else "all of the host's is page-locked"
 
 
 def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:
-    """Make a `Memory` for each memory of a plan's machine, by name, with its budget.
+    """Make a `Memory` with a budget for each memory of `written`, by name.
 
     Args:
         machine: the machine as in its profile; budgets can name only its memories.
-        written: the same machine, with each accelerator of a pipeline and its memory listed by itself. Each of these
-            memories has the budget that `budgets` names for the accelerator's memory in `machine`.
+        written: the plan's machine, in which each stage of a pipeline has an accelerator and a memory of its own. Each
+            of these memories has the budget of the accelerator's memory in `machine`.
         budgets: bytes by name of memory; memories that are not named have their whole capacity.
 
     Raises:

@@ -39,7 +39,7 @@ class PredictorAnswer(NamedTuple):
 
     Attributes:
         predictor: name of the predictor's class.
-        ahead: number of layers from the micro-batch's last routed layer to the forecast one.
+        ahead: number of layers from the micro-batch's last routed layer to the layer that the answer is about.
         tokens: the expected number of tokens of each expert.
     """
 
@@ -56,8 +56,8 @@ class PredictorAnswer(NamedTuple):
 class PreviewAccuracy:
     """Compares the forecasts of a run with its routings, step by step.
 
-    A forecast counts if its layer is then routed by `route`. It does not count if `post_attention` runs the layer, or
-    if a task failed.
+    A forecast counts if `route` then routes its layer. It does not count if `post_attention` computes the layer's
+    experts instead, or if a task failed.
 
     Attributes:
         ahead: the comparisons of previews so far, by the number of layers that they looked ahead.
@@ -87,7 +87,7 @@ class PreviewAccuracy:
         """Compare a step's pairs of forecast and routing, and drop their tasks; also called if a run ends in a step.
 
         At the end of a step all routings are known, since experts run only once their layer's routing is known. The
-        forecasts are known, too: a routing overwrites data that its previews read, so it waits for them.
+        forecasts are known, too: a layer's `route` overwrites data that previews of the layer read, so these run first.
         """
         for forecast, route in self._pairs:
             if route.state == DONE:

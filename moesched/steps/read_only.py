@@ -8,9 +8,9 @@ from moesched.errors import PolicyError
 
 
 class ReadOnly:
-    """Base of classes whose public attributes cannot be set after `__init__`, which ends with a call of `_seal`.
+    """Base of classes whose public attributes cannot be set once `__init__` has ended with a call of `_seal`.
 
-    Names with an underscore can always be set.
+    Attributes whose names begin with an underscore can always be set.
     """
 
     _sealed = False

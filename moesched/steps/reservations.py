@@ -152,7 +152,7 @@ class Reservations(ReadOnly):
     Args:
         machine: the machine, with one accelerator listed for each stage.
         chunks: the micro-batches of prefill, by number.
-        operations: sizes of the model's data.
+        operations: gives the bytes of the model's data, such as those of a layer's keys and values.
         stages: the layers of each stage of a pipeline; a single stage without a pipeline.
         slot_bytes: returns the bytes that a page takes in a slot of the device.
         process: the process that will run the plan; None where that is not known.
@@ -259,7 +259,7 @@ class Reservations(ReadOnly):
             yield Reservation(self._host, "all weights", nbytes, "weights", remedy=FROM_A_DISK)
 
     def _weight_bytes(self, nodes: NodeShare) -> int:
-        """Return the bytes of all weights that this node uses, in slots of the device; kept for later calls."""
+        """Return the bytes that all pages of this node take in slots of the device; kept for later calls."""
         if nodes not in self._of_nodes:
             self._of_nodes[nodes] = sum(map(self._slot_bytes, nodes.pages(self._layout)))
         return self._of_nodes[nodes]
@@ -366,7 +366,7 @@ class Reservations(ReadOnly):
 
 
 def held_alike(kv_roles: Sequence[Sequence[Role | None]], role: Role) -> dict[tuple[int, ...], list[int]]:
-    """Group the micro-batches whose KV cache is at least partly in the memory `role`, by the layers that it holds.
+    """Group the micro-batches whose KV cache is at least partly in the memory `role`, by their layers there.
 
     kv_roles: by micro-batch, then by layer, the memory that holds the cache.
 

@@ -17,14 +17,14 @@ KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 
 
 def role_named(verb: str, name: str, machine: Machine, roles: Sequence[Role] = ROLES) -> Role:
-    """Return the role of a memory that a policy names, either by its role or by its name on the machine.
+    """Return the role that a policy means by `name`, which is a role or the name of a memory of the machine.
 
     A unified memory is the accelerator's and the host's. For a KV cache there the policy has to name the role, since
     the role decides which processor computes attention.
 
     Args:
         verb: the calling method's name, for messages.
-        name: the role or the memory's name.
+        name: a role, or a memory's name.
         roles: the roles to choose from.
 
     Raises:

@@ -34,8 +34,8 @@ class RunState:
         lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
-        chosen: returns, for a task, the number of rows of each expert that its tokens choose, in a simulation with a
-            given routing; see `Works`.
+        chosen: in a simulation with a given routing, returns how many rows of a task each chosen expert gets; see
+            `RowsOfExperts`.
 
     Attributes:
         micro_batches: the micro-batches of decode steps.
@@ -104,7 +104,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def micro_batch(self, number: int) -> MicroBatch:
-        """Return the micro-batch that a task names in `Task.micro_batch`; decode's come before those of prefill."""
+        """Return the micro-batch with this number, as in `Task.micro_batch`; chunks have numbers after decode's."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -153,15 +153,15 @@ class RunState:
         self.present = through
 
     def leave_out(self, ended: Set[int], rows_apart: Callable[[int], bool]) -> None:
-        """Leave out sequences that have ended, from the next step on.
+        """Leave out requests that have ended, from the next step on.
 
-        A micro-batch whose sequences have all ended is skipped. From other micro-batches, ended sequences are removed
+        A micro-batch whose requests have all ended is skipped. From other micro-batches, ended requests are removed
         only if the results of the remaining ones then keep the same bits; otherwise the ended ones are still computed.
 
         Args:
-            ended: requests that have ended.
-            rows_apart: returns, for a number of rows, whether each row's result has the same bits in all micro-batches
-                of at most that number of rows.
+            ended: numbers of the requests that have ended.
+            rows_apart: tests, for a number of rows, whether a row's result has the same bits in every micro-batch of at
+                most that number of rows.
         """
         batches, self.present = self.present, []
         for batch in batches:
@@ -254,7 +254,7 @@ class RunState:
     def _submitter(self, *, counts: bool) -> Callable[..., Task]:
         """Return the function that submits a verb's task.
 
-        counts: whether a given routing says which experts the tokens choose.
+        counts: whether a simulation's given routing says how many rows each expert gets.
         """
         plan, engine = self.plan, self.engine
         count = len(self.micro_batches) + len(self.prefill_batches)

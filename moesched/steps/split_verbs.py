@@ -45,11 +45,11 @@ class SplitVerbs:
 
         Args:
             reads, writes: blocks of data that the verb reads and writes.
-            after: further tasks that the verb waits for.
+            after: further tasks that the verb waits for; no effect on a split verb.
             priority_class: the tasks' priority on their lanes; lower ones go first.
 
         Returns:
-            the verb's handle: the task whose result a policy awaits, or else the last task.
+            the verb's handle: `task` if it is a `Decision`, whose result a policy awaits; else the verb's last task.
         """
         split = self._split.get(task.verb)
         if split is None:
@@ -81,7 +81,7 @@ def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operan
 
 
 def signature_of(data: str, task: Task) -> str:
-    """Return the text that names the exchange of `data`, such as "tokens", for a task; equal on all ranks."""
+    """Return the name of an exchange for a task, equal on all ranks; `data` is the kind of data, such as "tokens"."""
     return f"{data} of {task.work.tokens} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"
 
 

@@ -27,12 +27,12 @@ class View(Generic[K]):
     issued to streams there is no join, as edges between tasks of one device cost the host nothing.
 
     Attributes:
-        owner: the object with all open views of the same memory, which includes this one until it is closed.
+        owner: the `Views` object that lists this view and all others of the same memory while they are open.
         key: identifies the pages, such as (layer, expert).
         pages, slots: the pages, and the slot that holds each.
         bound: the weights in the form that the device's kernels read, set by the device; None before that.
-        noted: the last step in which a use was noted; further uses in that step are not noted. If a pool's replacement
-            rule counts every use, this stays `LOADED` (-1), and every use is noted.
+        noted: the last step in which the pools counted a use of the view; they count no second use in that step. If a
+            pool's replacement rule counts every use, this stays `LOADED` (-1), and every use is counted.
         used: the last step in which a kernel read through the view. Before the first read, and always for a view
             without a join, this is the step in which the view was opened.
         moving: those of `slots` whose pages may be replaced; the pages of all other slots stay for the whole run.

@@ -37,8 +37,8 @@ class Works:
     """Makes the `Work` objects of a run (FLOPs and bytes), and sets a micro-batch's works before each of its steps.
 
     Args:
-        chosen: for a simulation with a given routing: takes a task, and returns the number of rows of each expert that
-            the task's tokens choose. If it is None, works are means over tokens that choose experts uniformly.
+        chosen: takes a task, and returns the number of rows of each expert that its tokens choose, as a simulation's
+            given routing says. If it is None, works are means over tokens that choose experts uniformly.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
@@ -81,7 +81,8 @@ class Works:
         Args:
             kind: the kind of operation, such as "expert_ffn".
             resource: the processor that computes it.
-            amount: takes a number of rows, and returns FLOPs, bytes, the parts that cost tables price, and kernel rate.
+            amount: takes a number of rows, and returns their `Amount`: FLOPs, bytes, the smaller operations to look up
+                in cost tables, and the share (0 to 1) of the processor's FLOP/s that kernels reach.
             layer_kind: number of the kind of layer.
             joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
             chosen: rows of each expert that `amount` counts, where it depends on the tokens' choices; else None.
@@ -141,7 +142,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the expected nanoseconds of a task with this work: the virtual driver's, or else the cost model's."""
+        """Return the expected nanoseconds of a task with this work, by the cost model if no virtual driver set them."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)
@@ -208,7 +209,7 @@ class Works:
         return works
 
     def _joins(self, batch: MicroBatch, tokens: int) -> bool:
-        """Test whether the first task of a micro-batch's step of `tokens` rows launches all kernels of the step."""
+        """Test whether a micro-batch's step of `tokens` rows is one CUDA graph, which its first task launches."""
         return self._is_fixed and batch.phase == "decode" and not batch.whole.routes and tokens <= KEPT_ROWS
 
     def _size_attention(self, batch: MicroBatch) -> None:

@@ -79,7 +79,7 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
 
     Args:
         texts: arguments of each option, by the option's keyword. An argument is a list of values with commas, such as
-            "1,2", or, for an option that is a table, a key with such a list, such as "ahead=1,2".
+            "1,2". For an option with keys, such as `settings`, it is a key with its values, such as "ahead=1,2".
 
     Raises:
         BadInput: as `read_sweep`.
@@ -153,7 +153,7 @@ def _sweep_of(given: Mapping[str, Any], title: Callable[[str], str]) -> Sweep:
 
     Args:
         given: a value or a list for each option; for a table, a mapping of keys to values or lists.
-        title: takes the name of an option or a key, and returns its title in errors.
+        title: takes the name of an option, or "option.key", and returns the words for it in error messages.
 
     Raises:
         BadInput: an axis or table is empty, or a value is of another type or out of bounds.

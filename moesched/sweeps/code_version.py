@@ -59,7 +59,9 @@ def _collect(module: str, folder: Path, found: dict[Path, None]) -> None:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the full name of each module that a Python file may import; some may name functions or classes.
+    """Yield the full name of each module that a Python file may import.
+
+    For `from a import b` this yields "a" and "a.b", although b may be a function or a class.
 
     Args:
         package: the file's package, from which relative imports start; empty for none.

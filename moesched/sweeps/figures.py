@@ -85,7 +85,7 @@ class BestPolicy(NamedTuple):
     """The best policy of a case, which is all simulations that differ only in the policy and its settings.
 
     Attributes:
-        case: values of the other axes, by name, without axes that have one value only.
+        case: values of all axes but policy and settings, by name; axes with only one value are left out.
         settings: the policy's settings in its best simulation, by name.
         beside: all metrics of the best simulation, by name; None for those that it lacks.
         next_best: the next best policy and its throughput in tokens per second; None if there is no other.
@@ -128,7 +128,7 @@ def require_figure(name: str, axes: Collection[str], option: str) -> None:
 
 
 def varying(axes: Axes) -> list[str]:
-    """Return the names of the axes with several values."""
+    """Return the names of the axes with several values; "all", for all policies, counts as several."""
     return [name for name, values in axes.items() if len(values) > 1 or values == ["all"]]
 
 
@@ -163,7 +163,7 @@ def _rate(line: Line) -> float:
 
 
 def pareto_front(lines: Iterable[Line], first: str, second: str, figures: MachineFacts) -> list[Line]:
-    """Return the lines of results on the Pareto front of the metrics `first` and `second`, the best in `first` first.
+    """Return the lines of results on the Pareto front of two metrics, from the best in `first` to the best in `second`.
 
     Lines that lack one of the metrics are left out.
     """

@@ -39,8 +39,8 @@ class SweepObjects(msgspec.Struct):
     Attributes:
         code: the version of the package's code, as `code_version` gives it.
         policies: the version of each policy's code, by the policy's name.
-        configs, machines, workloads, sources: models, machines, workloads and sources of routing, by the inputs that
-            determine them; a source is None for simulations without routing.
+        configs, machines, workloads, sources: models, machines, workloads and sources of routing. The key of each is a
+            tuple of the inputs that determine it. A source is None for simulations without routing.
     """
 
     code: str = ""

@@ -18,19 +18,19 @@ LINE_START = b'{"key":"'
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Sizes that a simulation ran with."""
+    """The batch size in requests, and the number of new tokens of each request, that a simulation ran with."""
 
     batch_size: int
     new_tokens: int
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of results, with the keys that tables and pictures need; in the file it also has the report's other keys.
+    """A line of results, with only the keys that tables and pictures need; the line in the file has more keys.
 
     Attributes:
         key: hash of the simulation's inputs, the objects that they name, and the code.
         failure: the reason why the simulation failed and has no figures, or only some; None if it did not.
-        plan: sizes that were simulated; None if the simulation failed before it ran.
+        plan: batch size and number of new tokens; None if the simulation failed before it ran.
         peak_bytes: peak of each memory in bytes, by name.
     """
 

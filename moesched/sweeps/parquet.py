@@ -38,7 +38,7 @@ def write_parquet(path: Path, whole: Iterable[bytes], lines: Sequence[Line], fig
         figures: facts about machines, from which metrics are computed.
 
     Raises:
-        BadInput: the file cannot be written, values of one input are of different types, or there are 2 GiB of lines.
+        BadInput: the file cannot be written, an input is of different types in two lines, or all lines exceed 2 GiB.
     """
     import pyarrow as arrow
     from pyarrow import json, parquet

@@ -254,7 +254,7 @@ def _add_legend(figure: Figure, names: Sequence[str]) -> None:
 def _ranked(
     lines: Sequence[Line], names: Sequence[str], picture: Picture, figures: MachineFacts
 ) -> list[str]:
-    """Return the names of all series, from the best to the worst by each series' best value of the figure for y."""
+    """Return the names of all series, ordered by the best y that each one reaches, the best series first."""
     sign = 1.0 if METRICS[picture.y].best is min else -1.0
     tops = {
         name: min(sign * figures.value(line, picture.y) for line in members)
@@ -275,7 +275,8 @@ def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line
 def _told(name: str, value: Any) -> str:
     """Return an axis's value as text for a title, such as "mixtral-8x7b"; empty for None.
 
-    Values that are not text, and all values of tables, come after the name of the axis or key, such as "ahead 2".
+    The name of the axis comes before a value that is not text. The key comes before any value of an axis with a key,
+    such as "ahead 2" for "settings.ahead".
     """
     if value is None:
         return ""

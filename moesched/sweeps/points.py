@@ -25,7 +25,7 @@ MOST_POINTS = 1_000_000
 
 
 def policies_of(axes: Axes) -> list[str]:
-    """Return the names of the policies of a sweep; `all` is replaced by the names of all that ship."""
+    """Return the names of the policies of a sweep; "all" is replaced by the names of all shipped policies."""
     names = [name for each in axes["policy"] for name in (shipped_policies() if each == ALL else [each])]
     return list(dict.fromkeys(names))
 

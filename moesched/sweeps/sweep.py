@@ -108,7 +108,7 @@ def run_sweep(
     Args:
         workers: number of processes; by default one for each core.
         retry: whether simulations that failed run again.
-        progress: called with (simulations done, all simulations).
+        progress: called with (number of simulations done or already in the file, number of all simulations).
         first_failure: called with the line of the first simulation that fails.
 
     Raises:

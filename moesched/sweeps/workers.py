@@ -143,7 +143,7 @@ class _Worker:
             return broken
 
     def has_begun(self) -> bool:
-        """Test whether the process was once ready to simulate."""
+        """Test whether the process became ready to simulate, even if it has ended since."""
         return self._begun.done() and self._begun.exception() is None
 
     def kill(self) -> None:
@@ -158,7 +158,8 @@ _found = SweepObjects()
 def _begin(parent: Connection, found: SweepObjects) -> None:
     """Prepare a new worker process; called in that process before any simulation.
 
-    The process ignores signals, which its parent handles, ends with its parent, and prints to standard error.
+    The process ignores the signals of `ENDING`, since its parent handles them. It ends when its parent ends, and prints
+    to standard error.
 
     Args:
         parent: the reading end of the pipe whose closing ends the process.

@@ -21,7 +21,7 @@ DRAWINGS = "moesched.report.cell_drawings"
 
 
 def html_of(value: object) -> str:
-    """Return the HTML with which a notebook shows a value; the module named by `DRAWINGS` makes the HTML."""
+    """Return the HTML with which a notebook shows a value, as the module named in `DRAWINGS` draws it."""
     drawn: str = import_module(DRAWINGS).drawn(value)
     return drawn
 

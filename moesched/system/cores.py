@@ -35,7 +35,8 @@ class CorePlan(NamedTuple):
 
     Attributes:
         kernels: number of threads that compute attention and experts.
-        copies: number of threads that copy weights into page-locked memory, in bursts, also on the cores of `kernels`.
+        copies: number of threads that copy weights into page-locked memory. They are idle between copies, so they use
+            the cores of `kernels`, too.
         issuing: number of cores left free for threads that issue tasks to a GPU and wait for it.
     """
 
@@ -82,7 +83,7 @@ def require_threads(threads: int) -> None:
 
 @cache
 def cpu_quota(root: Path = ROOT) -> int:
-    """Return the number of cores whose time the control groups allow this process, rounded up; 2**31 without a limit.
+    """Return the CPU quota of this process's control groups as a number of cores, rounded up; 2**31 without a quota.
 
     Args:
         root: folder in which /sys and /proc are looked for.

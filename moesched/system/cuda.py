@@ -37,7 +37,7 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
         kernels_for: architectures that torch has kernels for, such as "sm_80".
         problem: torch's reason for not using CUDA; empty where it gives none.
         gpus: the GPUs that torch can use.
-        peak: the largest number of bytes that this process had allocated on the first GPU.
+        peak: the largest number of bytes that this process had allocated at one time on the first GPU.
         lockable: bytes of the host's memory that CUDA could lock in a trial; None without a trial.
         mapping: the reason why CUDA cannot page-lock files that are mapped into memory, with the remedy; empty if it
             can, None without a trial.

@@ -47,7 +47,7 @@ def decode_json(
 
     Args:
         kind: the type.
-        where: begins error messages: the file, perhaps with its expected kind, such as "a.json is not a trace".
+        where: the beginning of error messages, such as "a.json" or "a.json is not a trace".
         remedy: ends error messages.
         most: the largest number of values that the JSON may contain, above what any real file has.
 

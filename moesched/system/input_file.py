@@ -1,4 +1,4 @@
-"""Safe reading of files that users give: up to a limit of size, and no devices, whose reading may never end."""
+"""Safe reading of files that users give: of limited size, and no devices, since reading one may never end."""
 
 from __future__ import annotations
 

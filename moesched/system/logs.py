@@ -1,6 +1,6 @@
 """Logging by structlog: lines go where the application sends them; without a set-up, warnings go to standard error.
 
-structlog by itself prints to standard output, which belongs to the application's results. Its import is slow, and most
+structlog by itself prints to standard output, which is for the application's results only. Its import is slow, and most
 commands log no line that is shown, so structlog is imported at the first line that is shown.
 """
 

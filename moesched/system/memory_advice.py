@@ -22,7 +22,7 @@ def advise(address: int, nbytes: int, advice: int) -> int:
     Unlike the mmap module's function, this lets other threads run meanwhile.
 
     Args:
-        advice: number of the advice on Linux.
+        advice: the kind of advice, by its number on Linux, such as `COLLAPSE`.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(address + nbytes - start)
@@ -34,7 +34,7 @@ def system_takes(advice: int) -> bool:
     """Test whether the system's `madvise` accepts a kind of advice; False outside Linux.
 
     Args:
-        advice: number of the advice on Linux.
+        advice: the kind of advice, by its number on Linux, such as `COLLAPSE`.
     """
     if sys.platform != "linux":
         return False

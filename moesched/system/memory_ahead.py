@@ -1,7 +1,7 @@
 """Allocation of memory for weights by a thread, while the program still imports libraries.
 
-The system clears memory before it gives it: 1.6 GB in huge pages take 0.2 s, and 2 s on a virtual machine whose host
-has to find them first. An import keeps only one core busy.
+The system clears memory before a program gets it. For 1.6 GB in huge pages this takes 0.2 s, or 2 s on a virtual
+machine if its host must first find free huge pages. An import keeps only one core busy.
 """
 
 from __future__ import annotations

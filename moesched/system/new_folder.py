@@ -42,7 +42,10 @@ def new_file(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 
 @contextmanager
 def _new_path(target: Path, needed: int, smaller: str, refuse: Callable[[Path], object]) -> Iterator[Path]:
-    """Yield a path at which to make a file or folder, and rename it to `target` on exit."""
+    """Yield a path at which to make a file or folder, and rename it to `target` on exit.
+
+    refuse: called with `target`; raises `BadInput` if something there must not be replaced.
+    """
     try:
         refuse(target)
         target = Path(os.path.realpath(target))  # if it is a link to an empty folder, that folder is replaced

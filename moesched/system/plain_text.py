@@ -28,7 +28,7 @@ def is_utf8(text: str) -> bool:
 
 
 def is_number(text: str, most_digits: int) -> bool:
-    """Test whether a text has only digits 0 to 9, at most `most_digits`; `int` alone also reads other scripts."""
+    """Test whether a text has only digits 0 to 9, at most `most_digits`; `int` accepts other scripts' digits."""
     return text.isascii() and text.isdecimal() and len(text) <= most_digits
 
 

@@ -1,4 +1,4 @@
-"""Temporary files and folders, which are removed at the end; after a kill, at the next start of moesched.
+"""Temporary files and folders. If a process is killed before it removes its own, the next start of moesched does so.
 
 Each process lists its temporary paths in its ledger, a file in the cache folder, and keeps the ledger locked while it
 lives. A ledger that is not locked belongs to a dead process: `sweep` removes the paths in it. A process that cannot

@@ -82,7 +82,10 @@ class _Signals:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def lost(self, told: sys.UnraisableHookArgs) -> None:
-        """Deliver the signal again if Python ignored the exception `Stopped`, as it does in finalizers."""
+        """Deliver the signal again if Python ignored the exception `Stopped`, as it does in finalizers.
+
+        told: facts about the ignored exception, from Python, which calls this as `sys.unraisablehook`.
+        """
         if isinstance(told.exc_value, Stopped):
             self._pending = True
             self._retry()
@@ -133,7 +136,7 @@ def first_signal() -> int | None:
 
 
 def exit_code_of_signal() -> int:
-    """Return the exit code for the signal that ended this program, as shells have it: 128 plus its number."""
+    """Return the exit code for the signal that ended this program (Ctrl-C if none is known): 128 plus its number."""
     return 128 + (_signals.first or signal.SIGINT)
 
 
@@ -223,7 +226,7 @@ def _interrupt_held() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """Remove temporary files and end this process, without any other cleanup; its tied children end, too."""
+    """Remove temporary files and end this process, without any other cleanup; children of `tied_child` end, too."""
     remove_all()
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())  # a progress bar hides it

@@ -129,7 +129,10 @@ class Adversarial:
     def _run_experts(
         self, step: Step, i: int, j: int, experts: Sequence[int]
     ) -> Generator[Task, dict[int, int], None]:
-        """Run experts in the given order, a random part of them on the host; yield the submitted tasks."""
+        """Run experts of layer `i` for micro-batch `j`, in the given order; yield the submitted tasks.
+
+        A random part of the experts runs on the host.
+        """
         choose = self.random
         there = [expert for expert in experts if self.experts_on_host and choose.random() < 0.5]
         if there or (self.experts_on_host and choose.random() < 0.1):
@@ -142,7 +145,7 @@ class Adversarial:
                 yield step.load_routed(i, j)
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
-        """Run attention on a processor that can read the KV cache; yield the submitted tasks."""
+        """Run attention of layer `i` for micro-batch `j` where the KV cache can be read; yield the submitted tasks."""
         kv_on_host = not step.kv_on_accelerator(j, i)
         on_host = kv_on_host and (step.phase(j) == "decode" or step.chunked or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
@@ -168,7 +171,10 @@ class Adversarial:
     def _attend_loaded(
         self, step: Step, i: int, j: int, early: bool
     ) -> Generator[Task, dict[int, int], None]:
-        """Run decode attention on the accelerator with a copy of the host's KV cache; yield the submitted tasks."""
+        """Run decode attention on the accelerator with a copy of the host's KV cache; yield the submitted tasks.
+
+        early: whether the task that copies the KV cache was submitted already.
+        """
         if not early:
             yield step.load_kv(i, j)
         yield step.attention(i, j)

@@ -26,7 +26,7 @@ Choices = Callable[[Random], Iterator[list[Layer]]]
 
 
 def popular(random: Random) -> Iterator[list[Layer]]:
-    """Yield random choices of experts, step by step; each layer prefers the same experts in all steps."""
+    """Yield a list of `Layer` for each step, chosen at random; each layer prefers the same experts in all steps."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
         yield [
@@ -35,7 +35,7 @@ def popular(random: Random) -> Iterator[list[Layer]]:
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
-    """Yield random choices of experts, step by step; each layer often repeats its experts of the previous step."""
+    """Yield a list of `Layer` for each step, chosen at random; each layer often repeats its last experts."""
     before: list[set[int]] = [set() for _ in range(LAYERS)]
     for _ in range(STEPS):
         stay = [{expert for expert in each if random.random() < 0.8} for each in before]
@@ -63,7 +63,7 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
 
     Args:
         make: creates the rule.
-        choices: yields the layers' choices of experts for each step.
+        choices: makes random choices of experts, step by step, such as `popular`.
         ahead: whether to fetch the experts of the next layer before it is reached.
     """
     caches = [_Cache(make()) for _ in range(SEQUENCES)]
@@ -104,8 +104,8 @@ class _Cache:
 
         Args:
             number: index of the layer.
-            layer: number of tokens of each expert that the router chose.
-            following: the same for the next layer; empty after the last layer.
+            layer: number of tokens of each chosen expert; an expert's score is its share of their sum.
+            following: number of tokens of each chosen expert of the next layer; empty after the last layer.
         """
         if isinstance(self._rule, TakesScores):
             tokens = sum(layer.values())

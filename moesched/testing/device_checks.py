@@ -198,7 +198,7 @@ def _served_tokens(device: Device, machine: Machine) -> list[list[int]] | None:
 
 @contextmanager
 def _promised(refusal: type[MoeschedError]) -> Iterator[None]:
-    """Convert an error of the type `refusal`, raised because a device's value is wrong, to an AssertionError."""
+    """Context manager that turns errors of the type `refusal` into AssertionErrors: a device's value is wrong."""
     try:
         yield
     except refusal as wrong:

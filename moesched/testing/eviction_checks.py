@@ -16,23 +16,24 @@ LAYERS, EXPERTS = 3, 5
 
 
 def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
-    """Check that an eviction rule chooses a page that it was given, repeats its decisions, and gets enough hits.
+    """Check that an eviction rule chooses from the pages that it is given, always decides alike, and gets enough hits.
 
     Pages of dense weights and of experts come, are used and leave at random. Some leave although the rule did not
     choose them, some come back at once after it chose them, and sometimes there is only one page. A rule that has
     methods for router scores and previews is given random ones.
 
-    Then the hits in a small cache are counted, and compared with the hits of random evictions. The rule has to get 95 %
-    of these hits with popular experts that are fetched a layer ahead, and 60 % with experts that recur from step to
-    step. A rule with fewer hits evicts pages that are about to be used.
+    Then the hits in a small cache are counted. With popular experts that are fetched a layer ahead, the rule has to get
+    95 % as many hits as random evictions; with experts that recur from step to step, 60 % as many. A rule with fewer
+    hits evicts pages that are about to be used.
 
     Args:
         make: creates the rule, once per sequence.
         rounds: number of random sequences.
 
     Raises:
-        AssertionError: the rule chose a page that it was not given, changed the pages, decided otherwise in the
-            repetition, or got too few hits.
+        AssertionError: the rule chose a page that it was not given, decided otherwise when a sequence was repeated, or
+            got too few hits.
+        Exception: the rule raised it, such as on an attempt to change the mapping of pages, which is read-only.
     """
     require_asserts("check_eviction")
     for seed in range(rounds):
@@ -49,8 +50,8 @@ def _require_hits(
 
     Args:
         make: creates the rule.
-        experts: name of the kind of choices, for the error message.
-        choices: yields the layers' choices of experts for each step.
+        experts: the chosen experts in words, for the error message.
+        choices: makes random choices of experts, step by step, such as `popular`.
         ahead: whether experts of the next layer are fetched before it is reached.
     """
     found, at_random = hit_rate(make, choices, ahead=ahead), random_hit_rate(choices, ahead=ahead)

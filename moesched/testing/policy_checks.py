@@ -80,7 +80,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capacity(self) -> Capacity:
-        """The limits of a run in which requests join and leave, with a place for each micro-batch of the case."""
+        """The limits of a run in which requests join and leave, with as many micro-batches as the case has."""
         places = -(-len(self.prompts) // self.micro_batch_size)
         size = self.micro_batch_size
         return Capacity(places, size, 2 * KV_BLOCK_TOKENS * size, max(self.prompts), 2 * KV_BLOCK_TOKENS)
@@ -236,7 +236,7 @@ def run_on_symbols(
         observers: called with each task of the run when it ends.
         peers: plans and policies of the other nodes, if several share the model.
         cost: gives durations on a virtual clock; None for the machine's own.
-        stop_tokens: each of them ends its request.
+        stop_tokens: ids of the tokens that end a request.
 
     Raises:
         AssertionError: a peer generated other tokens than the first node.
@@ -272,7 +272,7 @@ def check_policy(
     """Run a policy in every case; return the number of cases in which its plan fits.
 
     Args:
-        make: creates the policy, once per run; a policy that keeps state then runs a second batch.
+        make: creates a new policy for each run; a policy that keeps state also runs a second batch.
         cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
         clocks: by default all three: "virtual"; "shared", a virtual clock on which concurrent tasks slow each other
             down; and "real" for real threads.

@@ -18,8 +18,8 @@ class Previewing:
 
     Attributes:
         micro_batches: the requests of each micro-batch.
-        seen: the values of `route` and `preview_route`, by (step, layer, micro-batch, layers ahead); values of `route`
-            are 0 layers ahead.
+        seen: the values of `route` and `preview_route` (number of rows by expert), by (step, layer of the router,
+            micro-batch, layers ahead); values of `route` are 0 layers ahead.
     """
 
     def __init__(self, *, scores: bool = False, farthest: int = 99) -> None:
@@ -54,9 +54,12 @@ class Previewing:
 
     @property
     def chosen(self) -> dict[tuple[int, int, int], Mapping[int, int]]:
-        """Values of `route`, by (step, layer, micro-batch)."""
+        """The values of `route` (number of rows by expert), by (step, layer, micro-batch)."""
         return self.foretold(0)
 
     def foretold(self, ahead: int) -> dict[tuple[int, int, int], Mapping[int, int]]:
-        """Return the values of previews that looked `ahead` layers ahead, by (step, layer, micro-batch)."""
+        """Return the values of previews (number of rows by expert) from `ahead` layers before the router's layer.
+
+        The keys are (step, layer of the router, micro-batch).
+        """
         return {(s, i, j): value for (s, i, j, far), value in self.seen.items() if far == ahead}

@@ -53,10 +53,10 @@ def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = 
 
 
 def random_departures(seed: int, requests: Sequence[Request]) -> list[tuple[int, int]]:
-    """Choose random requests, and for each a time at which its client leaves; equal seeds give equal results.
+    """Choose random requests, and a time at which the client of each leaves; equal seeds give equal results.
 
     Returns:
-        Pairs of a request's number and the time in nanoseconds.
+        Pairs of `Request.number` and the time in nanoseconds.
     """
     draw = random.Random(seed)
     return [

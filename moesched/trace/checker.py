@@ -115,7 +115,7 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Yield sentences on tracks without name or sort index, or with tids in another order than that of display.
+    """Yield sentences on tracks without name or sort index, and on tids that are not in the tracks' order of display.
 
     Args:
         events: all events of the trace.
@@ -195,7 +195,7 @@ def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -
 
 
 def _flows(events: list[Event]) -> Iterator[str]:
-    """Yield sentences on flows (arrows) that lack one start or end, have several, or end where viewers draw none."""
+    """Yield sentences on flows (arrows) without exactly one start and one end, or that viewers would not draw."""
     starts = Counter(event.id for event in events if event.ph == "s")
     ends = Counter(event.id for event in events if event.ph == "f")
     for number in sorted(starts.keys() | ends.keys()):
@@ -253,7 +253,7 @@ def _counts(file: TraceFile, tasks: list[Event], read: list[_Task]) -> Iterator[
 
 
 def _joins(tasks: list[_Task]) -> Iterator[str]:
-    """Yield a sentence for each task that is a join; a trace should have only the dependencies through it."""
+    """Yield a sentence for each join (a task without work); traces should have the tasks before it instead."""
     for task in tasks:
         if task.args.type == "Join":
             yield f"{task} is a join that was not expanded"

@@ -296,7 +296,7 @@ def _cancelled(run: _Shown) -> Iterator[str]:
 def _flows(run: _Shown) -> Iterator[str]:
     """Yield the JSON of arrows: to each task, from the last task of each lane among those that it depends on.
 
-    An arrow starts in the last nanosecond of a task, since to viewers the end of a task belongs to the next task.
+    An arrow starts one nanosecond before the end of a task, since viewers count the end as part of the next task.
     """
     recording, tracks, shift = run.recording, run.tracks, run.shift
     begins = []

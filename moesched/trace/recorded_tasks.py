@@ -34,10 +34,10 @@ class RankRecord:
 
     Attributes:
         awaits: pairs of an awaited task's id and the number of tasks that the policy had submitted by then.
-        submit_delays: pairs of a task's id and its `Slice.submit_delay`, without tasks whose delay is -1.
+        submit_delays: pairs of a task's id and its `Slice.submit_delay`, for tasks that have one.
         cancels: pairs of a cancelled task and the time.
         memories: the memories by name.
-        filled: slots of pages that were filled by tasks which the recorder has dropped.
+        filled: slots into which tasks brought pages before the recorder dropped these tasks.
         counts: for each pool, a list of (number of the next submitted task, the pool's counts).
     """
 
@@ -280,7 +280,10 @@ def _memory(
 
 
 def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample]:
-    """Return samples of the pools' counts: for each change, at the start of the task submitted next; and at the end."""
+    """Return samples of the pools' counts: one for each change, and one at the end.
+
+    A change is shown at the start of the task that was submitted next.
+    """
     samples = []
     for rank, each in enumerate(ranks):
         if not each.pools:
@@ -309,8 +312,8 @@ def _lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> No
 
     Viewers draw no arrows at tasks without length.
 
-    Faults of the clock stay visible to checks: tasks that overlapped before, or began before the end of a task that
-    they depend on, still do.
+    Errors of the clock stay, so that checks find them: tasks that overlapped before, or began before the end of a task
+    that they depend on, still do.
 
     Args:
         slices: the tasks that ran on all lanes, in any order; changed in place.

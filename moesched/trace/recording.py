@@ -42,8 +42,8 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
         layer, micro_batch, expert: -1 for none.
         flops, nbytes: FLOPs and bytes of the task.
         pages: the number of weight pages that the task moves.
-        priority_class: the task's priority class; of several ready tasks, a lane that is not in order takes one of the
-            lowest class.
+        priority_class: the task's priority class. A lane that may run tasks in any order takes, of several ready tasks,
+            one of the lowest class.
         pool: the pool that the task brings pages to, with its memory, such as "experts in gpu".
         pool_slots: the number of pages that this pool has room for.
         rows: the number of rows (tokens) that the task works on; 0 for transfers.
@@ -97,9 +97,9 @@ class Slice(msgspec.Struct, gc=False):
             for a task on a stream.
         launching: for a task on a stream, nanoseconds from its start until the host had launched the task's last
             kernel; the stream may have waited for the host in this time.
-        submit_delay: nanoseconds that the policy took to submit the task, if the task then had nothing to wait for, not
-            even its lane; -1 for other tasks. They count from the end of the task that the policy awaited last. If the
-            policy has submitted other tasks with a delay since that end, they count from the last such submission.
+        submit_delay: nanoseconds that the policy took to submit a task that then had nothing to wait for, not even its
+            lane; -1 for other tasks. The delay begins at the later of two times: the end of the task that the policy
+            awaited last, and the policy's previous submission of a task with a delay.
         experts: numbers of rows by expert, for the experts that a router or a preview chose; None for other tasks.
     """
 
@@ -164,7 +164,8 @@ class MemorySample(NamedTuple):
 class PoolSample(NamedTuple):
     """The counts of one pool at one time, added up since the start of the run.
 
-    A sample at the start of a task has the counts of the moment at which the policy submitted the task.
+    A sample at the start of a task has the counts from when the policy submitted that task. The last sample is at the
+    end of the recording.
 
     Attributes:
         pool: the pool's name with its memory, such as "experts in gpu".
@@ -215,8 +216,8 @@ class Recording(msgspec.Struct):
     Attributes:
         lanes: all lanes in order of display, including idle ones.
         slices: the tasks that ran, in order of their ends.
-        producers: for each slice, the indices of the slices of its rank that its task depends on; a join (a graph node
-            without work) is replaced by the slices before it.
+        producers: for each slice, the indices of the slices that it depends on, all of the same rank; a join (a graph
+            node without work) is replaced by the slices before it.
         memory: samples of the memories' use.
         trimmed: whether earlier steps were dropped.
         joins: number of joins that were replaced.
@@ -332,8 +333,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         clocks: corrections of the clocks of several nodes, by rank.
         roofs: limits of the machine's processors, by name; empty where they are not known.
         costs_measured: for a predicted run, whether `moesched calibrate` measured the costs behind the prediction.
-        tokens_per_second: all generated tokens over the time from the end of loading to the last one, also where the
-            recording lacks earlier steps; 0 if it is not known.
+        tokens_per_second: all generated tokens, divided by the time from the end of loading to the last token; it is
+            for the whole run, even if the recording lacks earlier steps. 0 if it is not known.
     """
 
     driver: Literal["virtual", "realtime"]

@@ -24,7 +24,7 @@ class Wait(NamedTuple):
             `waited_for` is -1.
         policy: nanoseconds in which the policy ran, between the other task's end (or the start of the recording) and
             the start of this task.
-        host: the rest of the nanoseconds between the two, in which the driver ran and the lane's thread woke up.
+        host: the other nanoseconds between these two times, in which the driver ran and the lane's thread woke up.
     """
 
     waited_for: int
@@ -84,8 +84,8 @@ def _candidates(
 def lacked_room(before: Slice, each: Slice) -> bool:
     """Test whether `each` had to wait for `before` because it overwrites weights that `before` used.
 
-    The result is False if `each` needed data from `before` instead. That is so if `each` moves no weights, or if
-    `before` moved the same weights, which `each` then moves on.
+    The result is False if `each` needed data from `before` instead: if `each` moves no weights, or if it moves the same
+    weights that `before` moved, from where `before` put them.
     """
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))

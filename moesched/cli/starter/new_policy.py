@@ -13,7 +13,7 @@ class NewPolicy:
     """Fetch layers ahead of time into a buffer, and compute everything on the accelerator.
 
     Settings, which `--set ahead=2` changes:
-        ahead: number of layers that are fetched before they are needed.
+        ahead: number of layers to fetch ahead of the layer that computes.
     """
 
     def __init__(self, ahead: int = 1) -> None:

@@ -22,7 +22,7 @@ NETWORK = "network"
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A network between the nodes of a cluster, each of which has a network card.
+    """A network between the nodes of a cluster; each node has one network card.
 
     Attributes:
         latency_seconds: the least time of one exchange among all nodes, software included.

@@ -20,8 +20,8 @@ class Stored(NamedTuple):
     Attributes:
         name: the tensor's name in the file.
         parts: canonical names of the model's tensors in it.
-        stacks: length of a leading axis into which the rows are divided equally, so that the shape is (stacks, rows /
-            stacks, columns); 0 without such an axis.
+        stacks: number of equal parts that the rows are divided into by a leading axis: the shape is (stacks, rows /
+            stacks, columns). 0 without such an axis.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Architecture(NamedTuple):
     Attributes:
         model_types: values of `model_type` in config.json.
         shapes: configurations of known models.
-        sources: for each known model's name, the place that its sizes are from.
+        sources: by name of a known model, the place where its sizes are published.
         read: function that converts config.json to a ModelConfig; raises BadInput.
         formats: names of the storage formats that its models can have.
         left_out: names of tensors outside the layers that the publisher does not count among the active parameters.

@@ -20,13 +20,13 @@ LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
 
 
 class Heads(msgspec.Struct, forbid_unknown_fields=True):
-    """Number of KV heads and width of a head in one layer; None for a value that is the model's usual one."""
+    """Number of KV heads and width of a head in one layer; None for what other layers of its kind have."""
 
     num_key_value_heads: int | None = None
     head_dim: int | None = None
 
     def replace_in(self, attention: GroupedAttention) -> GroupedAttention:
-        """Return a copy of an attention with this number of KV heads and this width of a head."""
+        """Return a copy of a layer's attention with these values; where a value is None, the attention's own stays."""
         return replace(
             attention,
             kv_heads=attention.kv_heads if self.num_key_value_heads is None else self.num_key_value_heads,
@@ -120,8 +120,8 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
 def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
     """Return the attention of the layers without a window, given the attention `near` of the layers with one.
 
-    The number and the size of its heads are from keys of older files, such as `global_head_dim`; newer files list the
-    heads of each layer.
+    In older files, keys such as `global_head_dim` give the number of its KV heads and the width of a head. Newer files
+    list the heads of each layer in `per_layer_config`, which is not read here.
     """
     far = replace(near, window=None, keys_are_values=keys.attention_k_eq_v)
     if keys.per_layer_config is not None:

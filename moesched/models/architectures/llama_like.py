@@ -41,7 +41,7 @@ def layer(
     partial: bool = False,
     **attention: Any,
 ) -> Layer:
-    """Return the description of a layer with grouped attention, as the keys of config.json describe it.
+    """Return the layer with grouped attention that the keys of config.json describe.
 
     Args:
         file: the file, for error messages.
@@ -146,7 +146,7 @@ def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
 
 
 def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield tensors for routers and experts in the form that Hugging Face uses in memory.
+    """Yield tensors for routers and experts in the form that Hugging Face's transformers has in memory.
 
     A layer's experts are two tensors: one has the gate and up matrices of all experts, the other the down matrices.
     """

@@ -87,7 +87,7 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield tensors for routers and experts in Hugging Face's form in memory: a layer's experts are two tensors."""
+    """Yield tensors for routers and experts as transformers has them in memory: a layer's experts are two tensors."""
     yield from llama_like.fused_tensors(config)
     for layer in range(config.layers):
         yield Stored(f"model.layers.{layer}.mlp.{BIAS}", [f"layers.{layer}.router_bias"])

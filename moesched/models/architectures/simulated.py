@@ -67,7 +67,7 @@ class Family(NamedTuple):
 
     Attributes:
         form: key of the architecture in `ARCHITECTURES`.
-        keys: for each `model_type`, the class of the keys.
+        keys: for each `model_type`, the class that config.json is decoded to.
         pattern: function from the keys to the model's layers, from first to last.
         unused: function from configuration and keys to the number of weights in published files that text generation
             does not need.
@@ -132,7 +132,7 @@ class Family(NamedTuple):
 
         Args:
             models: its known models.
-            sources: for each of these models, the place that its sizes are from.
+            sources: for each of these models, the place where its sizes are published.
             left_out: names of tensors outside the layers that the publisher does not count among the active parameters.
         """
         return Architecture(

@@ -114,7 +114,7 @@ def _vocabulary_size(parts: GgufParts, embedding: FoundTensor, tokens: int, desc
 
 
 def _dtype(tensors: Iterable[FoundTensor]) -> str:
-    """Return the dtype in which the model computes: that of most bytes of matrices, or bfloat16 if these are coded."""
+    """Return the dtype that has the most bytes of all matrices; bfloat16 if that is no dtype, but a coded format."""
     weights: Counter[str] = Counter()
     for found in tensors:
         if len(found.entry.shape) > 1:

@@ -20,7 +20,7 @@ class GgufFamily(NamedTuple):
         forms: keys of `ARCHITECTURES` for models of the family.
         config_json: function that converts metadata to keys of config.json with the same meaning.
         names: for canonical names of tensors, the names in files that differ from those in `NAMES`.
-        fused: for each tensor in files that contains several of the model's, their canonical names in order.
+        fused: for each tensor in files that contains several of the model's tensors, the names of these, in order.
         interleaved: whether rows of queries and keys are ordered for a rotary embedding that pairs neighbours.
         partial: whether the rotary embedding may rotate only a part of each head.
         dense_first: whether the first layers may have no experts.
@@ -28,7 +28,7 @@ class GgufFamily(NamedTuple):
             layers have it, if any.
         truncate: YaRN's setting of this name, for which GGUF files have no key.
         activation: the activation of experts, for which GGUF files have no key.
-        score: number of the function from router logits to scores: `SOFTMAX` or `SIGMOID`.
+        score: function from router logits to scores, as in `expert_gating_func`: `SOFTMAX` or `SIGMOID`.
     """
 
     forms: tuple[str, ...]

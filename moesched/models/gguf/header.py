@@ -51,8 +51,8 @@ class GgufHeader(NamedTuple):
 
     Attributes:
         metadata: values by key.
-        tensors: the tensors in the file; each one's dtype is the name of its `TensorType`, and its shape counts
-            weights.
+        tensors: the tensors in the file. The dtype of an entry is the name of a `TensorType`; its shape is in weights,
+            not in bytes.
         identity: identity of the file before the header was read.
     """
 

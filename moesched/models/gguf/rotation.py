@@ -33,8 +33,8 @@ def rope_scaling(
 
     Raises:
         BadInput: the type of scaling is unknown, one of the keys `attn_factor`, `yarn_attn_factor` and
-            `yarn_ext_factor` has another value than 1, the files have both a type and a tensor of factors, or this
-            tensor is no vector of float32 with a factor for each pair.
+            `yarn_ext_factor` has another value than 1, the files have both a type and a tensor of factors, or the
+            tensor is not a float32 vector with one factor for each pair of a head's entries that are rotated.
     """
     kind = keys.rotation_kind
     if kind not in KINDS:
@@ -71,7 +71,7 @@ def _require_one(path: Path, name: str, value: float | None) -> None:
 def _by_factors(found: FoundTensor, pairs: int) -> dict[str, Any]:
     """Read the tensor of factors, and return it as the keys of config.json for LongRoPE.
 
-    Long and short factors are equal, so that the length of the context does not matter.
+    The factors are returned both as long and as short ones, so that the length of the context does not matter.
 
     Args:
         pairs: number of pairs of a head's entries that are rotated; each pair has one factor.

@@ -45,7 +45,7 @@ A bias that is not here has the name of its matrix.
 
 
 def as_in_gguf(config: ModelConfig) -> ModelConfig:
-    """Return a copy of the configuration with matrices as in GGUF files.
+    """Return a copy of the configuration, with the layout of matrices that GGUF files have.
 
     The gate and up matrices of experts are separate, no matrix is transposed, and the rows of query and key matrices
     have the order of the family's files.
@@ -62,7 +62,7 @@ def as_in_gguf(config: ModelConfig) -> ModelConfig:
 
 
 def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors in GGUF files, in which one tensor has the same matrix of all experts of a layer.
+    """Yield the tensors in GGUF files; matrices of one kind, such as gate, of all experts of a layer are one tensor.
 
     Args:
         config: configuration that `as_in_gguf` returned.
@@ -91,10 +91,10 @@ def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
 
 
 def _name(names: Mapping[str, str], part: str) -> tuple[str, str]:
-    """Return (name, ending) of a tensor in a layer in GGUF files; the ending is "weight" or "bias".
+    """Return (name, ending) of a layer's tensor in GGUF files, without the layer; the ending is "weight" or "bias".
 
     Args:
-        names: names in GGUF files, by the last part of canonical names.
+        names: names in GGUF files, without layer and ending, by the last part of canonical names.
         part: the last part of the tensor's canonical name.
     """
     matrix = part.removesuffix("_bias")

@@ -10,7 +10,7 @@ from moesched.models.stored_formats import PLAIN, STORED_FORMATS, StoredFormat
 
 
 class TensorType(NamedTuple):
-    """A type of tensors, as ggml defines it. Rows are whole blocks.
+    """A type of tensors, as ggml defines it. Each row has a whole number of blocks.
 
     Attributes:
         block: number of weights of a block.

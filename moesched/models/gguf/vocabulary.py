@@ -58,7 +58,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: kind of tokenizer.
-        pre: name of the rule that splits text into words; None without one.
+        pre: name of the rule that splits text into words; None if the file has none.
         tokens: text of each token.
         scores: score of each token; if two merges are possible, the one whose token has the higher score goes first.
         merges: pairs of tokens with a space between them, in the order in which they are merged.

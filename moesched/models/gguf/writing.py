@@ -148,7 +148,7 @@ def _require_described(config: ModelConfig, family: GgufFamily, dense: int) -> N
     """Check that the metadata of a family can describe a model's layers.
 
     Args:
-        dense: number of layers without experts before the others.
+        dense: number of layers without experts at the start of the model.
 
     Raises:
         BadInput: layers differ that have to be alike, or the experts' activation is not the family's.
@@ -170,7 +170,7 @@ def _require_described(config: ModelConfig, family: GgufFamily, dense: int) -> N
 
 
 def _dense_layers(config: ModelConfig) -> int:
-    """Return the number of layers without experts before the others; 0 in families whose layers all have experts."""
+    """Return the number of layers without experts at the start; 0 in families whose layers all have experts."""
     family, first = GGUF_FAMILIES[architecture_of(config)], config.layer(0)
     if not family.dense_first or first.feed_forward.experts:
         return 0

@@ -14,7 +14,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         centralised: with attention on the first node only.
-        decentralised: with attention on every node, between two nodes.
+        decentralised: with attention on every node of a cluster of two.
         each_further_node: seconds to add to `decentralised` for each node beyond two.
     """
 
@@ -32,8 +32,9 @@ class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         policy: name of our policy, which gets `settings`.
         seconds: printed seconds per token.
         moe, comm, misc: the parts of `seconds`: for experts, for communication, and for the rest.
-        prestacked, standby: how weights are packed and kept wired (see `WiredMemory` in `moesched.machines`).
         fitted: names of the cells, such as "moe", to which a rate of the machine was fitted.
+        prestacked: whether one array has an expert's weights of all layers, as in `moesched.machines.WiredMemory`.
+        standby: whether weights are wired before the request, and stay wired until it comes.
     """
 
     tables: list[str]

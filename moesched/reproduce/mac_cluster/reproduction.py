@@ -50,7 +50,7 @@ def mac_cluster_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
 
 
 def goals(paper: MacPaper, tables: Tables, beside: Section) -> Section:
-    """Make the section of this project's goals on the paper's cluster, and whether each goal is met.
+    """Make the section of this project's goals for this reproduction: each goal, our result, and whether it is met.
 
     Args:
         beside: the section that `balanced` makes.

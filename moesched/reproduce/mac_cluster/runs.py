@@ -65,7 +65,7 @@ class _Breakdown:
     Attributes:
         moe: time of the experts.
         misc: time of the layers' other tasks, and of passing their results to the network.
-        ends: time of the tasks outside the layers, and of their exchanges.
+        ends: time of the tasks outside the layers, exchanges included.
     """
 
     def __init__(self, handover: float) -> None:

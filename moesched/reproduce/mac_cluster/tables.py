@@ -1,4 +1,4 @@
-"""Sections of the Apple silicon cluster paper's Tables 3 to 5 and of its prompts, with simulated values."""
+"""Sections of the Apple silicon cluster paper's Tables 3 to 5 and prompt speeds, with simulated values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Tables:
         return self.paper.section("prompts", rows)
 
     def cost(self) -> Section:
-        """Make the section of Table 5: the throughput and the price of each product."""
+        """Make the section of Table 5: the throughput and the price of each way to run the model."""
         index, system = next(
             (i, each) for i, each in enumerate(self.paper.systems) if "Table 4" in each.tables
         )

@@ -22,11 +22,12 @@ BANDWIDTH = 800e9
 
 
 def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) -> float:
-    """Simulate the paper's packing benchmark, and return the seconds of one sample, without its waits.
+    """Simulate the paper's packing benchmark, and return the mean seconds of a sample, not counting the waits.
 
     A sample has 40 layers of three matrix products, with a wait after each layer.
 
     Args:
+        wired_memory: rates at which arrays are wired.
         wait: seconds of each wait.
         prestacked: True if all matrices are parts of one array, False if each matrix is an array.
     """

@@ -15,7 +15,7 @@ def artifact_section(paper: Paper, on_progress: Callable[[str], None]) -> Sectio
     """Make the section of all runs in the artifact: measured and predicted throughput of each run.
 
     Notes give median errors, and the times of the prefill and of a decode step. These times follow from the durations
-    of two runs of the same system and requests that generate different numbers of tokens.
+    of two runs that have the same system and requests, but generate different numbers of tokens.
     """
     rows: list[dict[str, Value]] = []
     notes = []

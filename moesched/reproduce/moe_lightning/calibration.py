@@ -45,7 +45,7 @@ def cell_setting(
     Args:
         column, row: the cell.
         factors: shares of the rates that the machine's profile states; None for the profile's sustained rates.
-        system: our schedule to predict; None for the schedule of the row's system.
+        system: the way in which we simulate the cell; None for the usual way of the row's system.
     """
     return setting_of(
         system or SYSTEMS[row.system],

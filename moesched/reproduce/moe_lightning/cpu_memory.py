@@ -20,7 +20,7 @@ CLAIMED = 0.9
 
 
 def memory_section(paper: Paper, factors: RateFactors, on_progress: Callable[[str], None]) -> Section:
-    """Make the section of Fig. 1: host memory that systems need for several shares of their largest throughput."""
+    """Make the section of Fig. 1: the host memory with which a system reaches `SHARES` of its largest throughput."""
     rows: list[dict[str, Value]] = []
     needed: dict[str, int] = {}
     for system in ("MoE-Lightning(p)", "FlexGen"):
@@ -73,12 +73,13 @@ def _smallest(reached: Callable[[int], Predicted], tokens_per_second: float) -> 
 
 
 def _bound(many: Predicted, more: Predicted) -> float:
-    """Return the throughput that ever larger batches approach, in tokens per second.
+    """Return the throughput that a system approaches with growing batches, in tokens per second.
 
-    This is the difference of two batches in tokens, divided by their difference in seconds.
+    The larger of two batches generates more tokens and takes more seconds: the result is the extra tokens divided by
+    the extra seconds.
 
     Args:
-        many, more: predictions of two large batches, `more` of the larger batch.
+        many, more: predictions of two large batches, of which that of `more` is the larger one.
     """
     requests = more.batch_size - many.batch_size
     seconds = _seconds(more) - _seconds(many)

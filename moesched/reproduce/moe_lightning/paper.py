@@ -97,8 +97,8 @@ class PrintedRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         where: section of the paper.
-        over: the faster system.
-        ratios: its printed speedup over each other system, by name.
+        over: the faster system, which has the speedups.
+        ratios: its printed speedup over each slower system, by that system's name.
     """
 
     where: str

@@ -69,8 +69,8 @@ def copying_caches(machine: Machine) -> Machine:
     """Return a machine at sustained rates, whose host computes attention as slowly as FlexGen's published code.
 
     `mha_gen` in pytorch_backend.py converts the cache to float32, and multiplies transposed views of it. For every two
-    bytes of cache, two are read and four written to convert them, four read and four written to make the transposed
-    ones contiguous, and four read to multiply: nine times the bytes of a kernel that reads the cache in place.
+    bytes of cache, two are read and four written to convert them, four read and four written to make the views
+    contiguous, and four read to multiply: nine times the bytes of a kernel that reads the cache in place.
     """
     host = machine.host
     slower = {
@@ -87,7 +87,7 @@ def copying_caches(machine: Machine) -> Machine:
 
 
 def multiplying_in_half(machine: Machine) -> Machine:
-    """Return a machine at sustained rates, with CPU attention as slow as in MoE-Lightning's code without AVX-512."""
+    """Return a machine at sustained rates, whose host computes attention as slowly as MoE-Lightning without AVX-512."""
     host = machine.host
     bandwidth = machine.memories[host.memory].bandwidth
     share = Estimate(

@@ -185,11 +185,11 @@ def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Se
 
 
 def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:
-    """Return the ratio of our policy's figure to the rival's, averaged over environments, lengths and beam numbers.
+    """Return the ratio of our policy's value to the rival's, averaged over environments, lengths and beam numbers.
 
     Args:
         rows: rows of a section.
-        key: key of the figure in the rows.
+        key: key of the value in the rows, such as "tokens_per_second".
         ours, rival: names of two policies.
         bench: the only environment to count; None for all.
     """
@@ -210,7 +210,7 @@ def _over_best(rows: Rows, ours: str) -> list[float]:
 
 
 def _by_configuration(rows: Rows, key: str) -> list[dict[str, float]]:
-    """Return a figure of every policy, by its name, for each configuration of environment, lengths and beams."""
+    """Return {policy: value at `key`} for each combination of environment, lengths and number of beams in the rows."""
     found: dict[tuple[Value, ...], dict[str, float]] = {}
     for row in rows:
         where = tuple(row[name] for name in ("environment", "input", "output", "width") if name in row)

@@ -1,4 +1,4 @@
-"""Simulation of the environments in Twiddler's paper: the authors' measured rates, and a policy of ours per system."""
+"""Simulates each system of Twiddler's paper by one of our policies, in the environments of the paper."""
 
 from __future__ import annotations
 
@@ -155,11 +155,11 @@ def as_measured(paper: TwiddlerPaper) -> Machines:
 
 
 def copies_over_compute(ratio: float | None) -> Machines:
-    """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times as long as its run.
+    """Return a function that changes a machine so that copying an expert takes `ratio` times as long as computing it.
 
     Args:
-        ratio: time of the copy over time of the computation; None for the ratio that follows from the bandwidth of the
-            GPU's memory.
+        ratio: time to copy an expert's weights to the GPU, over time to compute the expert there; None for the ratio
+            that follows from the bandwidth of the GPU's memory.
     """
 
     def changed(machine: Machine) -> Machine:

@@ -1,9 +1,11 @@
-"""Estimates times of llama.cpp b2956, a rival of Twiddler, which differs from our policy `layer_split` in three ways:
+"""Estimates times of llama.cpp b2956, a rival of Twiddler.
+
+llama.cpp differs from our policy `layer_split` in three ways:
 
 * The CPU computes all operations of layers that are not on the GPU, also projections and routers. The estimates ignore
-  two effects: the time of attention on the CPU, and the copies between GPU and CPU that llama.cpp saves.
+  two effects: the time of attention on the CPU, and the copies between GPU and CPU that llama.cpp avoids.
 * For products of at least 32 rows, these layers' dense weights, too, are copied to the GPU (pull request 6083). A long
-  prompt passes in parts of 512 rows (n_ubatch), and the weights are copied for each part.
+  prompt is computed in parts of 512 rows (n_ubatch), and the weights are copied for each part.
 * Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes again all tokens of a beam
   after the prefix that all beams share: the KV cache holds only that prefix, which grows when all beams agree.
 
@@ -86,9 +88,9 @@ def _dense_on_host(bench: Bench, tokens: int) -> float:
 
 
 def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Iterator[list[int]]:
-    """Simulate a beam search by llama.cpp, and yield for each step the number of tokens of each call of the model.
+    """Simulate a beam search by llama.cpp; yield a list for each step: the number of tokens of each call of the model.
 
-    The list of the first step is empty, since it has no call.
+    The first list is empty: the first step takes its tokens from the prompt's logits, without a call.
 
     Args:
         width: number of beams.

@@ -12,7 +12,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         machine: name of our machine profile.
-        experts: number of experts that Twiddler keeps on the GPU.
+        experts: number of experts, over all layers, that Twiddler keeps on the GPU.
         offload_per_layer: Mixtral-Offloading's setting: experts of each layer that are not on the GPU.
         gpu_layers: llama.cpp's setting `ngl`: number of layers on the GPU.
     """
@@ -53,10 +53,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The authors' measurements of one system in one environment.
 
     Attributes:
-        policy: name of our policy for the system.
+        policy: name of our policy that simulates the system.
         seconds: seconds to the first token, by prompt length in tokens.
         step_seconds: seconds of a decode step after a prompt of 32 tokens.
-        source: the file with the measurements, in words.
+        source: text for the report that names the authors' file with the measurements.
     """
 
     environment: str
@@ -78,5 +78,5 @@ class TwiddlerPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def twiddler_paper() -> TwiddlerPaper:
-    """Read the paper's Table 1, the sizes of its measurements, the claims of its text, and raw measurements."""
+    """Read the paper's Table 1, claims and measured numbers of tokens and beams, and the authors' raw measurements."""
     return read_paper(TwiddlerPaper, __package__)

@@ -17,7 +17,7 @@ from moesched.reproduce.twiddler.variants import variants
 
 @contextmanager
 def twiddler_made(on_progress: Progress) -> Iterator[Made]:
-    """Yield functions that make the paper's sections; those of Figs. 4 to 6, which goals need too, are made once."""
+    """Yield functions that make the paper's sections; those of Figs. 4 to 6 are cached, as the goals need them, too."""
     paper = twiddler_paper()
     with benches(paper) as both:
         fourth, fifth, sixth = (
@@ -38,7 +38,7 @@ def twiddler_made(on_progress: Progress) -> Iterator[Made]:
 
 
 def _calibration(bench: Bench, paper: TwiddlerPaper) -> list[dict[str, Value]]:
-    """Return a row for each rate of an environment that no data sheet gives, with the rate's source."""
+    """Return a row for each rate of an environment's machine that no data sheet gives: name, value and source."""
     machine = bench.machine
     link = machine.link(machine.roles.weights, machine.accelerator.memory).bandwidth
     reading = machine.accelerator.expert_bandwidth or machine.memories[machine.accelerator.memory].bandwidth

@@ -364,8 +364,8 @@ def _submit_kernels(
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
     """Return two lists by verb number: the progress that each verb needs, and the progress that it leaves, in layer 0.
 
-    For another layer, add `STRIDE` times the layer's number. This holds for `sample` too, which comes after all layers
-    but is called with layer -1: its numbers in the lists are higher by `stride`.
+    For another layer, callers add `STRIDE` times the layer's number. They do so for `sample`, too, whose layer is -1
+    although it comes after all layers: so its two numbers contain `stride` as well.
 
     Args:
         stride: the progress of a whole step.
@@ -383,7 +383,7 @@ def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
 def too_many(verb: str, limit: int) -> PolicyError:
     """Return the error of a step that submits more than `limit` tasks.
 
-    verb: verb of the task that is too many.
+    verb: name of the verb whose task exceeds the limit.
     """
     return PolicyError(
         f"{verb}: the step has submitted {limit:,} tasks, its limit: end the loop, or assign plan.task_limit in "

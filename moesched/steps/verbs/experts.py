@@ -70,8 +70,8 @@ class ExpertVerbs(Verbs):
         Submits this task, between `route` and `combine` of the present layer, and returns its handle. Await it for
         {expert: tokens}: a guess of the experts that `route` will choose in `layer`, the later one. The guess does not
         change that choice (speculative expert loading, Eliseev and Mazur 2023). The dense pages of `layer` must be on
-        the accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Reports tell, for
-        each number of layers ahead, which share of the experts that `route` chose had been forecast.
+        the accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Reports tell the
+        share of the experts chosen by `route` that had been forecast, for each number of layers looked ahead.
         """
         batch = self._in_time(PREVIEW_ROUTE, layer, micro_batch)
         if self._state.stage_of[layer] is not batch.stage:
@@ -99,10 +99,10 @@ class ExpertVerbs(Verbs):
     def assign(self, layer: int, micro_batch: int, owners: Mapping[int, int]) -> None:
         """Assign each routed expert of the micro-batch to a node; call it with equal arguments on every node.
 
-        Call it after `route` was awaited, before any expert runs, if the plan places experts on nodes. This node then
-        runs only the experts that were assigned to it.
+        If the plan places experts on nodes, call it after `route` was awaited and before any expert runs. This node
+        then runs only the experts that were assigned to it.
 
-        owners: the node of each expert.
+        owners: the number of a node for each expert, by the expert's number.
         """
         batch = self._at(ASSIGN, layer, micro_batch)
         placement = self._state.plan.nodes.placement
@@ -206,10 +206,10 @@ class ExpertVerbs(Verbs):
     def warm_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
         """One of this node's experts on a row of zeros, only to read its weights; the result is not used.
 
-        Submits this task and returns its handle. The task belongs to the layer of a routed micro-batch, whose `combine`
-        waits for it. Apple silicon's GPU driver unwires weights that were idle for a while, and takes long to wire them
-        again. Policies such as `ep_busy_full` and `ep_router_aided` avoid this: they warm experts that have no tokens
-        (section 4.2 of the paper on a cluster of Apple silicon, RACS'24).
+        Submits this task and returns its handle. The micro-batch must be routed in this layer, and its `combine` waits
+        for the task. On Apple silicon, the GPU driver unwires (no longer locks in memory) weights that were idle for a
+        while, and takes long to wire them again. Policies such as `ep_busy_full` and `ep_router_aided` avoid this: they
+        warm experts that have no tokens (section 4.2 of the paper on a cluster of Apple silicon, RACS'24).
         """
         batch = self._at(WARM_EXPERT, layer, micro_batch)
         if expert not in self._state.plan.layout.experts_of(layer):
@@ -276,7 +276,7 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an expert's output on the host, for `load_routed`; also for `combine` if the machine has one memory."""
+        """List an expert's output on the host for `load_routed`; if the machine has one memory, also for `combine`."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:
@@ -345,7 +345,7 @@ class ExpertVerbs(Verbs):
             )
 
     def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int, tokens: int) -> View[Any]:
-        """Return the view of an expert's weights in a processor's memory, and note their use for `tokens` rows."""
+        """Return the view of an expert's weights in a processor's memory; their pool counts a use by `tokens` rows."""
         views = stage.expert.get(at)
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")
@@ -368,8 +368,8 @@ class ExpertVerbs(Verbs):
 
         Resident weights may have another layout than fetched ones, and thus another cost.
 
-        A device computes all of a layer's resident experts on a processor in one call, so that the second and later
-        ones join the first one's launch. Fetched experts start one by one, as they arrive.
+        A device computes all resident experts of a layer for a micro-batch in one call for each processor. Only the
+        first of these tasks costs a launch. Fetched experts start one by one, as they arrive.
         """
         works, stage, called = self._state.works, batch.stage, batch.routing.called
         number = works.kind_of[layer]
@@ -391,11 +391,11 @@ class ExpertVerbs(Verbs):
 def note_forecast(
     step: ExpertVerbs, predictor: str, layer: int, forecast: Mapping[int, Mapping[int, float]]
 ) -> None:
-    """Have the report compare a predictor's forecast for a layer with the experts that the layer's router then chooses.
+    """Keep a predictor's forecast for a layer; the report compares it with the experts that the router then chooses.
 
     Args:
         predictor: name of the predictor's class.
-        forecast: by micro-batch, the expected number of tokens of each expert.
+        forecast: for each micro-batch, the expected number of tokens of each expert.
     """
     for micro_batch, tokens in forecast.items():
         if micro_batch not in step._batches:

@@ -18,10 +18,10 @@ from moesched.tasks import DONE, Task
 class Outlook(Verbs):
     """Methods that answer questions about time; they submit no task, and need `Plan.request_times`.
 
-    Schedules that depend on the answers differ from run to run. To find expected times, the lanes are simulated with
-    the tasks that were submitted so far, in the order in which lanes take them; each task takes the time that it would
-    take alone, by the machine's cost model. On CUDA, tasks that are already on a stream are left out, except the one
-    that `seconds_until` asks about.
+    Schedules that depend on the answers may differ from run to run. Expected times come from a simulation of the lanes
+    with the tasks that were submitted so far. Lanes take tasks in the same order as in the run, and each task takes the
+    time that it would take alone, by the machine's cost model. On CUDA, the simulation leaves out tasks that are
+    already on a stream, except the one that `seconds_until` asks about.
     """
 
     def arrived(self, page: Page, role: Role = "accelerator") -> bool:
@@ -72,7 +72,12 @@ class Outlook(Verbs):
         return 0.0 if found is None else (ends.lanes.get(found, now) - now) / 1e9
 
     def _expected(self, question: str, *asked: Task) -> tuple[int, ExpectedEnds]:
-        """Return the time now in nanoseconds, and the expected ends of all tasks, `asked` included."""
+        """Return the time now in nanoseconds, and the expected ends of tasks and lanes.
+
+        Args:
+            question: the calling method's name, for messages.
+            asked: tasks to simulate even if they are already on a stream.
+        """
         state = self._state
         with self._look(question) as now:
             return now, expected_ends(state.lanes.values(), asked, now, state.works.price)

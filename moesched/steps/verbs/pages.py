@@ -146,7 +146,7 @@ class PageVerbs(Verbs):
 
         Args:
             source: the pool that the pages are copied from; None for the memory where the weights are stored.
-            arrival: the way in which the pool counts the pages: `FETCHED` or `SPECULATED`.
+            arrival: `SPECULATED` for a speculative fetch, otherwise `FETCHED`; the pool's counts depend on it.
             priority_class: the transfer's priority class on its link; lower ones go first.
         """
         self._require_own(verb, pool, source)

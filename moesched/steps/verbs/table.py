@@ -59,13 +59,13 @@ class Verb:
         needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
         lane: the lane on which the verb's task runs; None for a verb without a task.
         task: the type of its task.
-        reads, writes: names of the blocks that its task reads and writes. A name of an attribute of `Blocks` stands for
-            that block; for each other name, such as "weights", the verb's method finds the blocks.
+        reads, writes: names of the blocks of data that its task reads and writes: attributes of `Blocks`, or names such
+            as "weights", for which the verb's method chooses the blocks.
         when: the progress of the micro-batch at which the verb is allowed. "exactly": only `needs`. "until": any up to
             `needs`. "earlier": `needs`, or the same point of an earlier layer. "unsaved": any from `needs` on, as long
             as new keys and values wait to be moved to the host.
         saved: whether new keys and values must have been moved to the host before the verb.
-        elsewhere: the progress that it needs on a node without attention; None for a verb that such nodes lack.
+        elsewhere: the progress that it needs on a node that runs no attention; None if it cannot be called there.
         grows: whether its task's FLOPs and bytes grow from step to step with the KV cache.
         in_layer: whether it belongs to a layer.
         number: its index in `VERBS`.
@@ -269,7 +269,7 @@ VERBS = (
 
 
 def paths() -> Iterator[list[Verb]]:
-    """Yield the sections of a micro-batch's paths through a step; sections end where paths meet or part.
+    """Yield the sections of a micro-batch's paths through a step: a section ends where paths join or split.
 
     Each section is a list of verbs that change the progress, in order.
     """

@@ -98,7 +98,7 @@ def _of_free_memory(case: str, memory: Memory, transfers: Sequence[PageTransfer]
 
 
 def _of_repeats(case: str, transfers: Sequence[PageTransfer]) -> Iterator[Advice]:
-    """Yield advice for each line of the policy that moves a page to a memory for a second time in one decode step."""
+    """Yield advice for each line of the policy's code that moves a page to a memory again in the same decode step."""
     seen: set[tuple[int, str, int]] = set()
     repeated: Counter[str] = Counter()
     first: dict[str, str] = {}

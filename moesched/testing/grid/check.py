@@ -39,13 +39,14 @@ def check_on_grid(
 ) -> GridReport:
     """Look for a policy's faults in small cases, and compare it with the shipped policies in cells of a grid.
 
-    The cases run in a child process, which is killed if a case does not end, or at the time limit.
+    All items of the check (small cases, cells, ranks in cells) run in a child process, which is killed if a small case
+    does not end, or at the time limit.
 
     Args:
         policy: a name of `moesched list policies`, or file.py:Class, or module:Class.
         settings: the policy's settings by name; None for the defaults.
         cells: the cells of the grid; None for the cells of `cells_of()`.
-        limit: seconds after which the check ends; the report then lists the remaining cases as unchecked.
+        limit: seconds after which the check ends; the report then lists the remaining items as unchecked.
         whole_traceback: whether faults have the whole traceback, not only the policy's own frames.
         on_progress: called with (items done, all items, name of the item that begins).
 
@@ -64,7 +65,7 @@ class ChildRun:
     """Runs a check's child process, and collects the outcomes of items that the child reports.
 
     Args:
-        order: the work of the child.
+        order: the child's work: the policy, the cells and the time limits.
         on_progress: called with (items done, all items, name of the item that begins).
     """
 
@@ -122,10 +123,10 @@ class ChildRun:
     def _read(self, lines: Iterable[bytes]) -> str | None:
         """Collect outcomes from the child's messages until the messages end or an item takes too long.
 
-        lines: lines that the child writes.
+        lines: the child's output.
 
         Returns:
-            The line of the policy, as file:line, that ran when an item took too long; None if no item did.
+            The policy's line at which an item took too long, as file:line; None if no item took too long.
         """
         traceback: list[str] = []
         for line in lines:

@@ -76,7 +76,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         item: index of the item.
         seconds: time that the item may take.
-        quick: whether it is a fault of the policy if the item takes longer; otherwise the item counts as unchecked.
+        quick: True if an item that takes longer is a fault of the policy; False if it only counts as unchecked.
     """
 
     item: int

@@ -71,7 +71,7 @@ def unfit_fault(error: BadInput, case: str, class_line: str) -> Fault:
 
 
 def reason_of(error: BadInput) -> str:
-    """Return the message of an error about a plan that does not fit, without the policy's line."""
+    """Return the message of an error about a plan that does not fit, without the file:line of the policy's code."""
     return str(error.__cause__ if isinstance(error.__cause__, PolicyError) else error)
 
 

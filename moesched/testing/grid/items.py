@@ -42,7 +42,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one item.
 
     Attributes:
-        unfit: the fault to report if the policy's plan fits in no item; None if the plan fits in this item.
+        unfit: the fault if the policy's plan does not fit in this item; only reported if the plan fits nowhere. None if
+            the plan fits.
         cell: the policy's result in a cell; None for other items.
         lanes: whether each lane was used, by the lane's name.
         rivals: predicted seconds of the shipped policies, by name; empty for other items.
@@ -77,7 +78,8 @@ class Item(NamedTuple):
 def trial_item(trial: Trial) -> Item:
     """Make the item that runs the policy in a small case, to find faults.
 
-    The item is not needed if an earlier item found a fault in the same case with the machine's own durations.
+    The item is not needed if an earlier item found a fault in the same case on the clock "virtual", with the machine's
+    own durations.
     """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:

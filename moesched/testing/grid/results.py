@@ -96,8 +96,8 @@ class GridReport(msgspec.Struct, frozen=True, kw_only=True):
         trials: number of small cases that were run.
         unfit: number of small cases in which the policy's plan did not fit.
         cases: the results of the grid's cells.
-        unchecked: names of the cases that were not checked.
-        reason: why they were not checked; empty if all were.
+        unchecked: names of the small cases, cells and ranks in cells that were not checked.
+        reason: the reason why these were not checked; empty if all were.
         seconds: duration of the check.
     """
 
@@ -125,5 +125,5 @@ def merged(found: Iterable[Found]) -> list[Found]:
 
 
 def rank_among(seconds: float, others: Iterable[float]) -> int:
-    """Return the rank of the time `seconds`: 1 if no other time is shorter by more than 0.1 %."""
+    """Return the rank of the time `seconds`: 1, plus 1 for each other time that is shorter by more than 0.1 %."""
     return 1 + sum(other * TIE < seconds for other in others)

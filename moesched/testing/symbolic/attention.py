@@ -22,7 +22,7 @@ class Attention:
         data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def pass_hidden(self, task: Task, data: Access) -> None:
-        """Copy the hash that stands for a hidden state to the next accelerator of a pipeline; both are in `data`."""
+        """Copy, in `data`, the hash of a hidden state from an accelerator to the next one of a pipeline."""
         source, destination = task.operands
         data.write(("hidden", task.micro_batch, destination), data.read(("hidden", task.micro_batch, source)))
 
@@ -75,7 +75,7 @@ class Attention:
         Args:
             source: key of the queries, keys and values.
             key: key of the cache.
-            held: the hash of the cache before; None to read it at `key`.
+            held: the hash of the cache before the append; None to read it at `key`.
         """
         qkv = data.read(source)
         return attend(task.layer, qkv, self._append(task, data, qkv, key, held))

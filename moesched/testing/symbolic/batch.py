@@ -30,7 +30,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """Return the hashes of the prompts' tokens, by key: besides weights, the only data before the first task."""
+        """Return the hashes of the prompts' tokens, by key. Before the first task, all other data are weights."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }

@@ -40,7 +40,7 @@ class Access:
         return self._values.get(key, 0)
 
     def write(self, key: Key, value: int) -> None:
-        """Set the hash `value` that a piece of data, given its key, gets when the task ends."""
+        """Give the piece of data at `key` the hash `value` when the task ends."""
         self.writes[key] = value
 
     def weights(self, view: View[Any]) -> dict[int, int]:

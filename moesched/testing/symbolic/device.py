@@ -29,7 +29,7 @@ class SymbolicDevice:
         fails: takes a task and returns whether it should fail; None if none should.
 
     Attributes:
-        places: after `serve`, the micro-batches whose requests join and leave, with the rows of each step.
+        places: the micro-batches whose requests join and leave, with the rows of each step; `serve` sets it.
     """
 
     def __init__(self, fails: Callable[[Task], bool] | None = None) -> None:
@@ -103,7 +103,10 @@ class SymbolicDevice:
 
 
 def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return the functions that compute a run's tasks, by verb: most are methods of `attention` and `experts`."""
+    """Return the functions that compute a run's tasks, by verb: most are methods of `attention` and `experts`.
+
+    board: carries data between nodes that share experts.
+    """
     verbs: dict[str, Verb] = {"load": _load, "fetch": _fetch, "copy_to_pinned": _fetch}
     for part in (attention, experts):
         verbs |= {name: verb for name, verb in getmembers(part, ismethod) if not name.startswith("_")}
@@ -113,7 +116,10 @@ def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -
 
 
 def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return, by verb, the functions that only nodes with shared experts have, or that differ on such nodes."""
+    """Return, by verb, the functions for nodes that share experts: verbs that a single node lacks or runs otherwise.
+
+    board: carries data between the nodes.
+    """
     exchanges = Exchanges(plan.nodes, experts, board)
     verbs: dict[str, Verb] = {"partial_sum": exchanges.partial_sum}
     if not plan.nodes.centralised:

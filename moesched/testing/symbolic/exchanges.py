@@ -25,9 +25,9 @@ class Board:
 
         Args:
             task: a task of the step, layer and micro-batch to which the exchange belongs.
-            data: the kind of exchanged data.
+            data: the kind of exchanged data: `SUM`, `ROWS` or `TOKENS`.
             node: index of the node.
-            value: the part.
+            value: for `SUM`, hashes of output rows by key; for `ROWS`, the hash of the input rows; for `TOKENS`, ids.
         """
         with self._lock:
             self._posted.setdefault((data, task.step, task.layer, task.micro_batch), {})[node] = value
@@ -51,7 +51,7 @@ class Exchanges:
         self._board = board
 
     def partial_sum(self, task: Task, data: Access) -> None:
-        """Post the hashes in `data` of the output rows of experts that this node ran, for the sum over all nodes."""
+        """Post the output rows of the experts that this node ran, as hashes from `data`, for the sum over all nodes."""
         own = [e for e, node in task.operands.items() if node == self._nodes.index]
         self._post(task, SUM, self._experts.outputs_of(own, task, data))
 
@@ -67,7 +67,7 @@ class Exchanges:
             self.all_reduce(task, data)
 
     def broadcast(self, task: Task, data: Access) -> None:
-        """Copy into `data` the rows or tokens that the first node posted; on the first node, only read its own."""
+        """Copy into `data` the rows or tokens that the first node posted; the first node only reads them in `data`."""
         key = ("normed" if task.operands == ROWS else "tokens", task.micro_batch)
         if self._nodes.attends:
             data.read(key)
@@ -75,7 +75,7 @@ class Exchanges:
             data.write(key, self._board.posted(task)[0])
 
     def route_for_all(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Run the router on the first node, and post its rows for other nodes; return the number of rows by expert."""
+        """Run the router on the first node, and post the experts' input rows; return the number of rows by expert."""
         routed = self._experts.route(task, data)
         self._post(task, ROWS, data.writes["normed", task.micro_batch])
         return routed

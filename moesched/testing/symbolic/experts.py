@@ -26,7 +26,7 @@ class Experts:
         self._batch = batch
 
     def post_attention(self, task: Task, data: Access) -> None:
-        """Write to `data` the hash of the hidden state after router, chosen experts and the sum of their outputs."""
+        """Write to `data` the hash of the layer's output, after output projection, router, experts and their sum."""
         weights = data.weights(task.operands)
         hidden = self._project_output(task, data, weights)
         outputs = [expert(task.layer, e, hidden, weights[e]) for e in self._choose(task, hidden)]

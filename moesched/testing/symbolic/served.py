@@ -27,7 +27,7 @@ class ServedBatch(SymbolicBatch):
     """Gives verbs (kinds of tasks) the sizes and data of a task's place: a micro-batch whose requests join and leave.
 
     Attributes:
-        history: for each place, the rows of every step so far.
+        history: for each place, by index, the rows of every step so far; a row is one request's new tokens in a step.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -40,7 +40,7 @@ class ServedBatch(SymbolicBatch):
         return {}
 
     def tokens(self, task: Task) -> int:
-        """Return the number of tokens in the rows of a task's place."""
+        """Return the number of new tokens of all requests of a task's place in this step."""
         return sum(row.tokens for row in self._rows(task)) if self._attends else task.work.tokens
 
     def starts(self, task: Task) -> tuple[int, ...]:
@@ -48,10 +48,10 @@ class ServedBatch(SymbolicBatch):
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
-        """Test whether the KV cache has entries of earlier steps for a task's rows: it has in decode.
+        """Test whether the KV cache has entries of earlier steps for a task's rows: yes in decode, no in prefill.
 
-        In prefill it has none: this is asked only if the KV cache is on the host, and then no prompt is divided over
-        steps.
+        In prefill this is right since the method is only called for a KV cache on the host: prompts are then not
+        divided over steps.
         """
         return task.phase == "decode"
 
@@ -85,7 +85,7 @@ class ServedAttention(Attention):
         Args:
             source: key of the queries, keys and values.
             key: key of the cache.
-            held: the hash of the cache before; None to read it at `key`.
+            held: the hash of the cache before the append; None to read it at `key`.
         """
         qkv = data.read(source)
         cache = self._append(task, data, qkv, key, held)
@@ -108,7 +108,7 @@ def embedded(rows: Rows, held: int) -> int:
 def expected_served(plan: Plan, history: Sequence[Rows]) -> dict[int, list[int]]:
     """Compute, without a schedule, the tokens that each request in a place must get, by request.
 
-    history: the rows of the place in each step.
+    history: the place's rows (each has one request's new tokens) in each step.
     """
     cache, held = dict.fromkeys(plan.layers, 0), 0
     tokens: defaultdict[int, list[int]] = defaultdict(list)
