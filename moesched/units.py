@@ -96,7 +96,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_number(number: float) -> str:
-    """Format a number with three significant digits, or more before the point, such as "9.25", "284" or "1,470"."""
+    """Format a number with three significant digits, and with all digits from 1,000 on: "9.25", "284", "1,474"."""
     return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
 
 

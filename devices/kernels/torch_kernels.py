@@ -1,4 +1,4 @@
-"""The kernels of a torch device: their table, their threads, and the layout into which resident weights are copied."""
+"""The kernels of a torch device: their table, the threads they compute on, and the layout of resident weights."""
 
 from __future__ import annotations
 

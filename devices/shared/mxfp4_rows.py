@@ -1,7 +1,8 @@
-"""Reads of MXFP4 rows from files that store codes and scales apart, as the safetensors files of gpt-oss do.
+"""Reads MXFP4 rows from files that store codes and scales apart, and arranges them as kernels read them.
 
 Kernels read a group of 32 weights as one scale byte and 16 bytes of codes: the lower halves of these bytes are the
-first 16 codes, the upper halves the other 16. In the files, neighbouring codes share a byte.
+first 16 codes, the upper halves the other 16. In the files, such as those of gpt-oss, neighbouring codes share a
+byte.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class KVStep:
     def table(self, upload: Indices) -> Tensor:
         """Return the integers of `listed` as a tensor on the accelerator; the tensor is made once and kept.
 
-        upload: a function that makes an int64 tensor from integers; not called if `keep` was given the tensor.
+        upload: a function that makes an int64 tensor from integers; not called once the tensor is there.
         """
         if self._table is None:
             self._table = upload(self.listed)

@@ -146,8 +146,8 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per transfer.
-        paths: names of the paths of links that the connection uses, so that it competes with these links; empty if it
-            has wires of its own.
+        paths: names that links have as `path`. The connection shares the wires of these links and competes with them;
+            empty if it has wires of its own.
     """
 
     bandwidth: Rate

@@ -39,7 +39,7 @@ class ProductTimes:
         return [stored for stored in found if stored and stored != COLUMNS] if "" in found else []
 
     def has(self, dtype: str) -> bool:
-        """Test whether products with plain weights were measured in a dtype."""
+        """Test whether products with unquantised, untransposed matrices were measured in a dtype."""
         return (PRODUCT, dtype, "") in self._surfaces
 
     def has_columns(self, dtype: str) -> bool:

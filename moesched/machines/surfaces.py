@@ -1,4 +1,4 @@
-"""Interpolates measured times: over one variable, or over the size and the rows of an operation."""
+"""Interpolates measured times: over one variable, or over two, the size of an operation's weights and its rows."""
 
 from __future__ import annotations
 

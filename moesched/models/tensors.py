@@ -4,7 +4,7 @@
     layers.{i}.attention_norm, q, k, v, q_norm and k_norm (in models that have them), o, ffn_norm,
         router (absent in a dense model), shared_gate, shared_down, shared_up (in layers that have them);
         other kinds of attention have other names (see `layers.py`)
-    layers.{i}.experts.{e}.gate, up, down; gate_up, whose rows are those of gate and up in turn, in models that have it
+    layers.{i}.experts.{e}.gate, up, down; gate_up, whose rows alternate between gate and up, in models that have it
 
 Matrices are stored as (outputs, inputs), so that each row computes one output, or transposed (see `is_transposed`).
 """

@@ -15,7 +15,7 @@ def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
     """Return the sizes of prefill chunks to try, in tokens, for micro-batches of `size` requests.
 
     If the setting has a chunk size, only that size is tried. Otherwise the list has None, for whole prompts, and also
-    `CHUNK` if a micro-batch has many tokens.
+    `CHUNK` if a micro-batch may have more tokens than that.
     """
     if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
         return [setting.prefill_chunk]

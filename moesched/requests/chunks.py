@@ -1,9 +1,8 @@
 """Chunked prefill: the prompt tokens that pass a layer together.
 
-The activations of a micro-batch within a layer grow with its tokens. Prefill may therefore have more micro-batches than
-decode: each takes a limited number of tokens from the prompts of one micro-batch, continuing where the previous one
-ended. All chunks pass a layer before the next layer begins, so that weights are loaded no more often than without
-chunks.
+The activations of a micro-batch within a layer grow with its tokens. Prefill may therefore cut the prompts of a
+micro-batch into chunks of a limited number of tokens, each of which is a micro-batch of its own in prefill. All chunks
+pass a layer before the next layer begins, so that weights are loaded no more often than without chunks.
 """
 
 from __future__ import annotations

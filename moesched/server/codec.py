@@ -59,7 +59,7 @@ class Numbers:
         return "".join(f" {each}" for each in ids)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return a token id in the form that `decode` writes, as bytes."""
+        """Return the bytes of a space and the digits of a token id, as `decode` writes it."""
         return f" {token}".encode()
 
     def is_special(self, token: int) -> bool:
@@ -68,7 +68,10 @@ class Numbers:
 
 
 async def encode(codec: Codec, text: str, most: int, *, bare: bool = False) -> list[int]:
-    """Encode a text with `codec.encode`; a long text on another thread, so that the event loop goes on.
+    """Return the token ids of a text; a long text is encoded on another thread, so that the event loop goes on.
+
+    Args:
+        most, bare: passed on to `codec.encode`.
 
     Raises:
         BadInput: the text cannot be encoded, or is too long.

@@ -61,7 +61,7 @@ class TokenSender(ServingListener):
 
     Args:
         ready: the message to send once weights are loaded.
-        capacity: the run's limits, which give the number of tokens in the KV cache for messages of the engine's state.
+        capacity: the run's limits; messages of the engine's state have its number of KV cache tokens.
     """
 
     def __init__(self, send: Send, ready: Ready, capacity: Capacity) -> None:

@@ -40,7 +40,7 @@ class Arrivals(Protocol):
         """Return the nanoseconds until the next arrival, at least 1; for virtual clocks only."""
 
     async def wait(self, now: int) -> None:
-        """Wait until there is news, or until no more requests will arrive; for real time only."""
+        """Wait until a request arrives or leaves, or until no more will arrive; called on the real clock only."""
 
 
 class ListedArrivals:

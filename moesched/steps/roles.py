@@ -17,18 +17,18 @@ KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 
 
 def role_named(verb: str, name: str, machine: Machine, roles: Sequence[Role] = ROLES) -> Role:
-    """Return the role that a policy means by `name`, which is a role or the name of a memory of the machine.
+    """Return the role of a memory ("accelerator", "host" or "pinned") that a policy means by a name.
 
-    A unified memory is the accelerator's and the host's. For a KV cache there the policy has to name the role, since
-    the role decides which processor computes attention.
+    The name of a unified memory means two roles. The first of them is returned if all roles are allowed. Otherwise, as
+    for a KV cache, the policy has to name the role, since it decides which processor computes attention.
 
     Args:
-        verb: the calling method's name, for messages.
-        name: a role, or a memory's name.
-        roles: the roles to choose from.
+        verb: name of the method that was called, for messages.
+        name: a role, or the name of a memory of the machine.
+        roles: the roles that are allowed.
 
     Raises:
-        PolicyError: there is no such name, or it means two roles and the KV cache needs one.
+        PolicyError: `name` means no allowed role, or two of them where one has to be named.
     """
     own = dict(_own_names(machine))
     named = [role for role in roles if role == name] or [role for role in roles if own.get(role) == name]

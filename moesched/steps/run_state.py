@@ -100,7 +100,7 @@ class RunState:
 
     @property
     def limited(self) -> bool:
-        """True if the plan limits the micro-batches within a layer in prefill."""
+        """True if, in prefill, fewer micro-batches than all may be within a layer at the same time."""
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def micro_batch(self, number: int) -> MicroBatch:

@@ -86,7 +86,7 @@ class Recorder(_RankRecorder):
 class FirstSteps(Recorder):
     """Observer that keeps only the tasks of loading and of the first steps; it is used like `Recorder`.
 
-    Steps are kept until both numbers are reached.
+    Steps are kept until there are enough of them and enough tasks.
 
     Args:
         steps: the least number of steps to keep, the prefill included.

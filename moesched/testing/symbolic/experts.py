@@ -93,7 +93,7 @@ class Experts:
         return tokens
 
     def outputs_of(self, experts: Iterable[int], task: Task, data: Access) -> dict[Key, int]:
-        """Return the output rows of some experts for a task's micro-batch: hashes by key.
+        """Return the symbolic output rows of some experts for a task's micro-batch: a hash for each row's key.
 
         experts: numbers of the experts.
         """

@@ -40,11 +40,11 @@ class ServedBatch(SymbolicBatch):
         return {}
 
     def tokens(self, task: Task) -> int:
-        """Return the number of new tokens of all requests of a task's place in this step."""
+        """Return the number of new tokens in this step, of all requests in the task's place (micro-batch)."""
         return sum(row.tokens for row in self._rows(task)) if self._attends else task.work.tokens
 
     def starts(self, task: Task) -> tuple[int, ...]:
-        """Return, for each row of a task's place, the number of tokens of its request in earlier steps."""
+        """Return the number of tokens that each request in the task's place had in earlier steps, row by row."""
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
