@@ -96,6 +96,19 @@ def test_a_trace_teaches_the_same_as_a_run(trace: str) -> None:
     assert forecast(predictor, 1) == {0: {2: 0.75, 3: 0.75}}
 
 
+def test_a_trace_counts_as_much_as_the_same_tokens_in_a_run(trace: str) -> None:
+    read, ran = FollowingExperts(PLAN, trace=trace), FollowingExperts(PLAN)
+    for token in range(8):
+        for layer in range(LAYERS):
+            ran.routed(layer, {0: dict.fromkeys(tokens_in_turn(layer, token), 1)})
+    for predictor in (read, ran):
+        for _ in range(3):  # by others than in the trace
+            predictor.routed(0, {0: {1: 1, 2: 1}})
+            predictor.routed(1, {0: {0: 1, 1: 1}})
+        predictor.routed(0, {0: {1: 1, 2: 1}})
+    assert forecast(read, 1) == forecast(ran, 1)
+
+
 def test_nothing_is_expected_while_nothing_was_counted_or_the_layer_is_too_far() -> None:
     fresh = FollowingExperts(PLAN)
     assert forecast(fresh, 1) == {0: {}}

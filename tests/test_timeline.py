@@ -74,6 +74,7 @@ def test_a_run_without_decode_shows_its_prefill() -> None:
         ({"window": "1ms:0.02s"}, Window(MS, 20 * MS)),
         ({"layers": "0"}, Window(54 * MS, 56 * MS, "layer 0 of decode step 2")),
         ({"layers": "0:1", "steps": "1"}, Window(50 * MS, 52 * MS, "layers 0 to 1 of decode step 1")),
+        ({"layers": "0:1", "steps": "1:2"}, Window(50 * MS, 52 * MS, "layers 0 to 1 of decode step 1")),
     ],
 )
 def test_a_window_can_be_chosen_by_steps_layers_or_times(given: dict[str, str], window: Window) -> None:

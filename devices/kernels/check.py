@@ -68,7 +68,7 @@ def check_kernel(
     taken = 0
     for config in _configs():
         for dtype in ("bfloat16", "float32"):
-            with _resources(config, dtype, instruction_set) as resources, torch.inference_mode():
+            with _resources(config, dtype, max(numbers), instruction_set) as resources, torch.inference_mode():
                 kernel = guarded(kind, resources)
                 if kernel.operation not in samples.MAKERS:
                     raise KernelFailed(
@@ -145,15 +145,17 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
 
 
 @contextmanager
-def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> Iterator[Resources]:
+def _resources(config: ModelConfig, dtype: str, most: int, instruction_set: str | None) -> Iterator[Resources]:
     """Return a context with the resources of kernels on the CPU for a model, with native kernels if there are any.
 
-    instruction_set: instruction set of the native kernels; None for the widest of this processor.
+    Args:
+        most: the largest number of input rows that is tried.
+        instruction_set: instruction set of the native kernels; None for the widest of this processor.
     """
     if not instruction_sets():
         yield cpu_resources(config, DTYPES[dtype], None)
         return
-    with closing(NativeKernels(max(ROWS), instruction_set, threads=1)) as threads:
+    with closing(NativeKernels(most, instruction_set, threads=1)) as threads:
         yield cpu_resources(config, DTYPES[dtype], threads)
 
 

@@ -105,7 +105,7 @@ def choose_window(recording: Recording, *, steps: str = "", layers: str = "", wi
         return _times(recording, window)
     times = {each.step: each for each in summarize(recording).steps}
     low, high = _bounds("--steps", steps, times) if steps else [_typical(times, recording.trimmed)] * 2
-    chosen = _of_steps(times[low], times[high])
+    chosen = _of_steps(times[low], times[low if layers else high])
     if layers:
         chosen = _layers(recording, low, chosen, layers)
     if chosen.start == chosen.end:

@@ -197,7 +197,8 @@ class TransitionCounts:
         """Count each pair of experts that a token of a trace chose in a layer and `distance` layers later."""
         for layer, counts_EE in enumerate(self._counts_LEE):
             earlier_Tk, later_Tk = trace.chosen[:, layer], trace.chosen[:, layer + self._distance]
-            np.add.at(counts_EE, (earlier_Tk[:, :, None], later_Tk[:, None, :]), 1)
+            share = 1 / later_Tk.shape[1]  # as `add` divides a token
+            np.add.at(counts_EE, (earlier_Tk[:, :, None], later_Tk[:, None, :]), share)
 
     def add(self, layer: int, earlier: Mapping[int, int], later: Mapping[int, int]) -> None:
         """Add estimated counts of pairs for a micro-batch of which only each expert's number of tokens is known.

@@ -165,16 +165,14 @@ class ChildRun:
         """
         begun = self._begun
         case = self._names[begun.item] if begun is not None else "loading the policy"
+        self._reason = f"the process ended in {case}" if busy_at is None else f"{case} still ran, at {busy_at}"
         if begun is not None and begun.item >= len(self._names) - len(self._order.cells):
-            return  # only ranks are missing
+            return  # only ranks are missing, for which other policies run
         if busy_at is None:
             ended = f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
             message = f"the policy ended the process, {ended}"
             self._fatal.append(Fault(line=self._class_line, message=message, case=case))
-            self._reason = f"the process ended in {case}"
-            return
-        self._reason = f"{case} still ran, at {busy_at}"
-        if begun is None or begun.quick:
+        elif begun is None or begun.quick:
             seconds = self._order.loading if begun is None else begun.seconds
             message = f"does not end: still running after {seconds:.3g} s"
             self._fatal.append(Fault(line=busy_at, message=message, case=case))
