@@ -23,7 +23,7 @@ class Idle:
 
 
 def run(seconds: float, rates: Sequence[float] = (FAST, FAST), others: float = 0.0) -> Run:
-    return Run(others, {"seconds": seconds}, {"memory": tuple(rates)})
+    return Run(others, {"seconds": seconds}, {"memory_gbs": tuple(rates)})
 
 
 def seconds(runs: Sequence[Run]) -> list[float]:
@@ -53,9 +53,9 @@ def test_rates_are_one_if_they_differ_by_at_most_a_tenth(rates: Sequence[float],
 def test_a_run_is_at_the_rate_of_the_calibration_if_it_was_that_before_and_after(
     rates: Sequence[float], calibration: Sequence[float], at_it: bool
 ) -> None:
-    assert run(1.0, rates).at_rates_of({"memory": calibration}) is at_it
-    two = Run(0.0, {}, {"memory": (FAST, FAST), "disk": tuple(rates)})
-    assert two.at_rates_of({"memory": [FAST], "disk": calibration}) is at_it
+    assert run(1.0, rates).at_rates_of({"memory_gbs": calibration}) is at_it
+    two = Run(0.0, {}, {"memory_gbs": (FAST, FAST), "disk_gbs": tuple(rates)})
+    assert two.at_rates_of({"memory_gbs": [FAST], "disk_gbs": calibration}) is at_it
 
 
 def test_the_least_disturbed_runs_at_the_rate_of_the_calibration_are_kept() -> None:
@@ -66,14 +66,14 @@ def test_the_least_disturbed_runs_at_the_rate_of_the_calibration_are_kept() -> N
         run(4.0, (FAST, SLOW)),
         run(5.0),
     ]
-    kept, repeated = taken_of(runs, 3, {"memory": [FAST]})
+    kept, repeated = taken_of(runs, 3, {"memory_gbs": [FAST]})
     assert (seconds(kept), seconds(repeated)) == ([5.0, 3.0, 1.0], [4.0, 2.0])
 
 
 def test_the_last_runs_are_kept_if_the_rate_does_not_come_back() -> None:
     runs = [run(1.0, (SLOW, SLOW)), run(2.0), run(3.0, (SLOW, SLOW), others=0.05), run(4.0, (SLOW, SLOW))]
-    assert seconds(taken_of(runs, 3, {"memory": [FAST]}).kept) == [2.0, 4.0, 3.0]
-    assert seconds(taken_of([*runs, run(5.0, (SLOW, SLOW), others=0.5)], 3, {"memory": [FAST]}).kept) == [
+    assert seconds(taken_of(runs, 3, {"memory_gbs": [FAST]}).kept) == [2.0, 4.0, 3.0]
+    assert seconds(taken_of([*runs, run(5.0, (SLOW, SLOW), others=0.5)], 3, {"memory_gbs": [FAST]}).kept) == [
         2.0,
         4.0,
         3.0,
@@ -85,7 +85,7 @@ def test_runs_are_chosen_alike_whatever_their_figures_are() -> None:
 
     def kept(figures: Sequence[float]) -> list[int]:
         runs = [run(figure, each) for figure, each in zip(figures, rates, strict=True)]
-        return [runs.index(each) for each in taken_of(runs, 4, {"memory": [FAST]}).kept]
+        return [runs.index(each) for each in taken_of(runs, 4, {"memory_gbs": [FAST]}).kept]
 
     assert kept([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == kept([9.0, 0.1, 5.0, 2.0, 8.0, 3.0])
 
@@ -97,25 +97,25 @@ def test_runs_are_chosen_alike_whatever_their_figures_are() -> None:
 def test_runs_at_another_rate_are_done_again_up_to_three_times_as_many(rates: list[float], runs: int) -> None:
     """Rates before and after each run in turn; once they are used up, that of the calibration."""
     left = iter(rates)
-    in_turn = InTurn({"a": lambda: {"seconds": 1.0}}, 2, {"memory": lambda: next(left, FAST)}, Idle)
-    in_turn.calibration_gbs = {"memory": [FAST]}
+    in_turn = InTurn({"a": lambda: {"seconds": 1.0}}, 2, {"memory_gbs": lambda: next(left, FAST)}, Idle)
+    in_turn.calibration_rates = {"memory_gbs": [FAST]}
     taken = in_turn.taken()["a"]
     assert (len(taken.kept), len(taken.kept) + len(taken.repeated)) == (2, runs)
 
 
 def test_no_rate_is_measured_where_times_do_not_depend_on_it() -> None:
     taken = InTurn({"a": lambda: {"seconds": 1.0}}, 1, {}, Idle).taken()["a"]
-    assert ([each.gbs for each in taken.kept], taken.repeated) == ([{}], [])
+    assert ([each.rates for each in taken.kept], taken.repeated) == ([{}], [])
 
 
 def test_a_figure_with_memory_at_another_rate_says_so() -> None:
     figures = {"decode": 1.0, "total": 2.0, "recorded": 2.0, "replayed": 2.0, "replayed bare": 2.0}
     rates = [(FAST, FAST), (SLOW, SLOW), (SLOW, FAST)]
     runs = [
-        Run(others, figures, {"memory": each, "disk": (3.0, 3.1)})
+        Run(others, figures, {"memory_gbs": each, "disk_gbs": (3.0, 3.1)})
         for others, each in zip([0.0, 0.0, 0.2], rates, strict=True)
     ]
-    taken, at_calibration = Taken(runs[:2], runs[2:]), {"memory": [FAST, FAST, SLOW], "disk": [3.05]}
+    taken, at_calibration = Taken(runs[:2], runs[2:]), {"memory_gbs": [FAST, FAST, SLOW], "disk_gbs": [3.05]}
     policy = fidelity.policy_result("resident", taken, {"decode": 1.1, "total": 2.0}, at_calibration)
     assert (policy["kept"], policy["kept_at_another_rate"], policy["repeated"]) == (2, 1, 1)
     assert policy["every_run"] == {
@@ -126,14 +126,14 @@ def test_a_figure_with_memory_at_another_rate_says_so() -> None:
         "disk_gbs_before": [3.0] * 3,
         "disk_gbs_after": [3.1] * 3,
     }
-    rates_of = {f"calibration_{name}_gbs": each for name, each in at_calibration.items()}
+    rates_of = {f"calibration_{name}": each for name, each in at_calibration.items()}
     setting = {**rates_of, "policies": [policy]}
     result = {"settings": {"disk-q8_0": setting}}
     assert [each.figure for each in claims(result)][1:] == [
-        "1 of 1 (1 with memory or the disk at another rate)"
+        "1 of 1 (1 with memory, the disk or the cores at another rate)"
     ]
     assert (
-        "| +10.0 % | 75 (48 to 75) | 3.05 (3.05 to 3.05) | **1 of 2**, 1 repeated |"
+        "| +10.0 % | 75 (48 to 75) | 3.05 (3.05 to 3.05) | not recorded | **1 of 2**, 1 repeated |"
         in tables(result)["coded"]
     )
 
@@ -149,7 +149,7 @@ def test_a_result_without_rates_of_memory_says_that_none_were_recorded() -> None
     }
     result = {"settings": {"disk-q8_0": {"policies": [policy]}}}
     assert [each.figure for each in claims(result)][1:] == ["1 of 1"]
-    assert "| +10.0 % | not recorded | not recorded |  |" in tables(result)["coded"]
+    assert "| +10.0 % | not recorded | not recorded | not recorded |  |" in tables(result)["coded"]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_calibration_during_which_memory_changed_its_rate_is_made_again(
     calibrations: list[list[float]], made: int, kept: int
 ) -> None:
     machine = load_machine("t4")
-    all_of_them = [Calibration(machine, {"memory": rates} if rates else {}) for rates in calibrations]
+    all_of_them = [Calibration(machine, {"memory_gbs": rates} if rates else {}) for rates in calibrations]
     left = iter(all_of_them)
     chosen = steadiest(lambda: next(left), lambda: next(left))
     assert chosen is all_of_them[kept]

@@ -4,7 +4,7 @@ The header is little-endian, 96 bytes. The text (UTF-8, padded with zeros to a m
 order) follow:
 
     magic       4 bytes   "MoEx"
-    version     1         1
+    version     1         VERSION
     kind        1         Kind: the purpose of the frame
     rank        2         the sender
     epoch       8         the number of the ranks' start
@@ -13,7 +13,7 @@ order) follow:
     step        8         Exchange.step
     layer       8         Exchange.layer
     elements    8         number of elements that follow: the whole array, or a piece of it
-    operation   1         the Kind that names the exchange: ALL_REDUCE, BROADCAST or GATHER
+    operation   1         the Kind that names the exchange: ALL_REDUCE, BROADCAST or GATHER; or ABANDON
     dtype       1         the index of the elements' dtype in DTYPES
     dimensions  1         number of dimensions of the whole array, 0 to 8
     zero        1

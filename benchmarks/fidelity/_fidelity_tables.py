@@ -45,7 +45,9 @@ def _all(words: str, holds: Sequence[bool], policies: Sequence[Mapping[str, Any]
     elsewhere = sum(each.get("kept_at_another_rate", 0) > 0 for each in policies)
     if not elsewhere:
         return claim
-    return claim._replace(figure=f"{claim.figure} ({elsewhere} with memory or the disk at another rate)")
+    return claim._replace(
+        figure=f"{claim.figure} ({elsewhere} with memory, the disk or the cores at another rate)"
+    )
 
 
 def _order(words: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Claim]:
@@ -77,9 +79,11 @@ SETTING = {
     "new tokens": "{new_tokens}",
     "left out": "{left out}",
 }
+MEASURED_RATES = ("memory_gbs", "disk_gbs", "core_gflops")
 RATES = {
-    "memory at calibration, GB/s": "{memory}",
-    "the disk, GB/s": "{disk}",
+    "memory at calibration, GB/s": "{memory_gbs}",
+    "the disk, GB/s": "{disk_gbs}",
+    "the cores, GFLOP/s": "{core_gflops}",
     "runs at these rates": "{runs at these rates}",
 }
 PREDICTION = {
@@ -139,8 +143,8 @@ def _observed(settings: Mapping[str, Any], names: Sequence[str]) -> Iterator[dic
 
 
 def rates(setting: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, str]:
-    """Cells of the rates of memory and of the disk, and of the runs that were kept and repeated for them."""
-    cells = {name: _range(setting.get(f"calibration_{name}_gbs")) for name in ("memory", "disk")}
+    """Cells of the rates during the calibration, and of the runs that were kept and repeated for them."""
+    cells = {name: _range(setting.get(f"calibration_{name}")) for name in MEASURED_RATES}
     if "kept" not in policy:
         return {**cells, "runs at these rates": ""}
     kept, elsewhere, repeated = (policy[key] for key in ("kept", "kept_at_another_rate", "repeated"))

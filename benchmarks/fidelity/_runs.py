@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.fidelity._settings import SETTINGS, Case, Setting
 from benchmarks.fidelity._slow_t4 import slow_t4
 from benchmarks.peers import families
+from benchmarks.shared.core_rate import core_gflops
 from benchmarks.shared.decoding import Model
 from benchmarks.shared.disk_rate import disk_rate
 from benchmarks.shared.memory_rate import memory_gbs
@@ -98,7 +99,7 @@ class Bench:
             yield {}
             return
         with disk_rate(Model(self.checkpoint, self.layout)) as disk:
-            yield {"memory": memory_gbs, "disk": disk.gbs}
+            yield {"memory_gbs": memory_gbs, "disk_gbs": disk.gbs, "core_gflops": core_gflops}
 
     def measure(self, case: Case) -> dict[str, float]:
         """One run and its replay, in seconds."""

@@ -99,13 +99,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "predicted": predicted,
                     "measured": measured,
                     "runs": [run.figures for run in runs],
-                    "kept_at_another_rate": sum(not run.at_rates_of(in_turn.calibration_gbs) for run in runs),
+                    "kept_at_another_rate": sum(
+                        not run.at_rates_of(in_turn.calibration_rates) for run in runs
+                    ),
                     "repeated": len(repeated),
-                    "memory_gbs": [run.gbs["memory"] for run in runs],
+                    "memory_gbs": [run.rates["memory_gbs"] for run in runs],
                 }
             )
     return BENCHMARK.write(
-        {"carried": carried, "calibration_memory_gbs": in_turn.calibration_gbs["memory"], "cases": cases}
+        {
+            "carried": carried,
+            "calibration_memory_gbs": in_turn.calibration_rates["memory_gbs"],
+            "cases": cases,
+        }
     )
 
 

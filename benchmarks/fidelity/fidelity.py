@@ -9,13 +9,14 @@ same ones again and again. Settings `emulated-...` run on the emulated accelerat
 durations are those of the cost model that the simulation uses: they test schedules, not costs.
 
 Runs during which other processes took more than a tenth of a core are done again, up to three times as many in all. So
-are runs of settings `disk-...` with memory or the disk at another rate than at calibration, as others on a shared host
-slow them down by the minute, and errors would be the host's. All cores read memory, and the device the disk, for a
-moment before and after each run, and between the steps of the calibration; a run is done again if the two readings of a
-rate and the middle one of the calibration differ by more than a tenth. A calibration during which a rate changed is
-made again, up to twice; the one with the largest share of one rate counts. If the rates do not come back, the last ones
-of the runs that others disturbed least are kept, and their figures say so. No run is chosen by its result: only the
-load of others and these rates decide. The result file has all runs, also the repeated ones.
+are runs of settings `disk-...` with memory, the disk or the cores at another rate than at calibration, as others on a
+shared host slow them down by the minute, and errors would be the host's. All cores read memory and multiply, and the
+device reads the disk, for a moment before and after each run, and between the steps of the calibration; a run is done
+again if the two readings of a rate and the middle one of the calibration differ by more than a tenth. A calibration
+during which a rate changed is made again, up to twice; the one with the largest share of one rate counts. If the rates
+do not come back, the last ones of the runs that others disturbed least are kept, and their figures say so. No run is
+chosen by its result: only the load of others and these rates decide. The result file has all runs, also the repeated
+ones.
 
 Three things come of it:
 
@@ -72,7 +73,7 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         with bench.rates() as measured_rates:
             in_turn = InTurn(measures, repeats, measured_rates)
             machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
-            taken, rates = in_turn.taken(), in_turn.calibration_gbs
+            taken, rates = in_turn.taken(), in_turn.calibration_rates
         policies = [
             policy_result(name, taken[name], bench.predict(cases[name], machine), rates) for name in fit
         ]
@@ -83,7 +84,7 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         "most_other_cores": round(max(each.others for each in runs), 2),
         "wall_seconds": round(sum(each.figures["wall"] for each in runs), 1),
         "left_out": left_out,
-        **{f"calibration_{name}_gbs": rates[name] for name in rates},
+        **{f"calibration_{name}": rates[name] for name in rates},
         "policies": [{key: each[key] for key in each if key != "runs"} for each in policies],
         **({} if bench.setting.observed else {"ranking": rankings(policies)}),
     }
@@ -145,7 +146,7 @@ def described(bench: Bench) -> dict[str, Any]:
 
 
 def policy_result(
-    name: str, taken: Taken, predicted: Mapping[str, float], calibration_gbs: Rates
+    name: str, taken: Taken, predicted: Mapping[str, float], calibration_rates: Rates
 ) -> dict[str, Any]:
     """A policy's runs, its prediction and its replays."""
     runs = taken.kept
@@ -166,7 +167,7 @@ def policy_result(
         "error_percent": {each: percent(side.predicted, side.median) for each, side in sides.items()},
         "runs": {each: list(side.measured) for each, side in sides.items()},
         "kept": len(runs),
-        "kept_at_another_rate": sum(not run.at_rates_of(calibration_gbs) for run in runs),
+        "kept_at_another_rate": sum(not run.at_rates_of(calibration_rates) for run in runs),
         "repeated": len(taken.repeated),
         "every_run": every_run(taken),
         "replay_error_percent": replay,
@@ -189,8 +190,8 @@ def every_run(taken: Taken) -> dict[str, list[Any]]:
         "decode": [run.figures["decode"] for run in runs],
         "other_cores": [round(run.others, 2) for run in runs],
         **{
-            f"{name}_gbs_{when}": [run.gbs[name][place] for run in runs]
-            for name in runs[0].gbs
+            f"{name}_{when}": [run.rates[name][place] for run in runs]
+            for name in runs[0].rates
             for place, when in enumerate(("before", "after"))
         },
     }

@@ -26,20 +26,20 @@ LEAST_SHARE_AT_ONE_RATE = 0.8
 K = TypeVar("K", bound=Hashable)
 Figures = dict[str, float]
 Rates = Mapping[str, Sequence[float]]
-"""By name, readings of a rate in GB/s."""
+"""By name with its unit, such as "memory_gbs", readings of a rate."""
 
 
 class Run(NamedTuple):
-    """Figures of a run, the cores that others kept busy meanwhile, and rates before and after, such as of "memory"."""
+    """Figures of a run, the cores that others kept busy meanwhile, and rates before and after it."""
 
     others: float
     figures: Figures
-    gbs: Mapping[str, tuple[float, ...]] = {}
+    rates: Mapping[str, tuple[float, ...]] = {}
 
-    def at_rates_of(self, calibration_gbs: Rates) -> bool:
+    def at_rates_of(self, calibration_rates: Rates) -> bool:
         """Test whether each rate was one before and after, that of the calibration if there was one."""
-        middle = {name: [median_low(found)] for name, found in calibration_gbs.items() if found}
-        return all(at_one_rate([*found, *middle.get(name, ())]) for name, found in self.gbs.items())
+        middle = {name: [median_low(found)] for name, found in calibration_rates.items() if found}
+        return all(at_one_rate([*found, *middle.get(name, ())]) for name, found in self.rates.items())
 
 
 class Taken(NamedTuple):
@@ -49,11 +49,11 @@ class Taken(NamedTuple):
     repeated: list[Run]
 
 
-def taken_of(runs: Sequence[Run], wanted: int, calibration_gbs: Rates) -> Taken:
+def taken_of(runs: Sequence[Run], wanted: int, calibration_rates: Rates) -> Taken:
     """Those at the calibration's rates are kept first, then those that others disturbed least, then the last ones."""
 
     def order(number: int) -> tuple[bool, float, int]:
-        others, elsewhere = runs[number].others, not runs[number].at_rates_of(calibration_gbs)
+        others, elsewhere = runs[number].others, not runs[number].at_rates_of(calibration_rates)
         return elsewhere, max(others, MOST_OTHER_CORES), -number
 
     ordered = [runs[number] for number in sorted(range(len(runs)), key=order)]
@@ -70,17 +70,17 @@ class InTurn(Generic[K]):
         watch: begins to measure the load of others.
 
     Attributes:
-        calibration_gbs: rates during the calibration; none before it.
+        calibration_rates: rates during the calibration; none before it.
     """
 
     def __init__(
         self,
         measures: Mapping[K, Callable[[], Figures]],
         repeats: int,
-        rates: Mapping[str, Callable[[], float]] = {"memory": memory_gbs},
+        rates: Mapping[str, Callable[[], float]] = {"memory_gbs": memory_gbs},
         watch: Callable[[], Others] = OtherLoad,
     ) -> None:
-        self.calibration_gbs: dict[str, list[float]] = {}
+        self.calibration_rates: dict[str, list[float]] = {}
         self._measures = measures
         self._repeats = repeats
         self._rates, self._watch = rates, watch
@@ -99,7 +99,7 @@ class InTurn(Generic[K]):
         while self._turns < MOST_TURNS * self._repeats:
             self.turn()
         return {
-            name: taken_of(runs, self._repeats, self.calibration_gbs) for name, runs in self._runs.items()
+            name: taken_of(runs, self._repeats, self.calibration_rates) for name, runs in self._runs.items()
         }
 
     def rates(self) -> dict[str, float]:
@@ -113,14 +113,14 @@ class InTurn(Generic[K]):
         return Run(cores, figures, {name: (rate, after[name]) for name, rate in before.items()})
 
     def _undisturbed(self, run: Run) -> bool:
-        return run.others <= MOST_OTHER_CORES and run.at_rates_of(self.calibration_gbs)
+        return run.others <= MOST_OTHER_CORES and run.at_rates_of(self.calibration_rates)
 
 
 class Calibration(NamedTuple):
     """A calibrated machine, and the rates meanwhile, if they were measured."""
 
     machine: Machine
-    gbs: dict[str, list[float]]
+    rates: dict[str, list[float]]
 
 
 def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
@@ -129,26 +129,26 @@ def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
     If a rate changed meanwhile, the calibration is made again.
     """
     calibration = steadiest(lambda: _calibrated(runs, turns), lambda: _calibrated(runs, 0))
-    runs.calibration_gbs = calibration.gbs
+    runs.calibration_rates = calibration.rates
     return calibration.machine
 
 
-def share_at_one_rate(gbs: Rates) -> float:
+def share_at_one_rate(rates: Rates) -> float:
     """The least share of a rate's readings that are its middle one; 1.0 if there are none."""
     shares = [1.0]
-    for rates in gbs.values():
-        middle = median_low(rates)
-        shares.append(sum(at_one_rate([rate, middle]) for rate in rates) / len(rates))
+    for readings in rates.values():
+        middle = median_low(readings)
+        shares.append(sum(at_one_rate([each, middle]) for each in readings) / len(readings))
     return min(shares)
 
 
 def steadiest(first: Callable[[], Calibration], again: Callable[[], Calibration]) -> Calibration:
     """The first calibration, or another if rates changed: the one that saw the largest share of one rate."""
     found = [first()]
-    while len(found) < MOST_CALIBRATIONS and share_at_one_rate(found[-1].gbs) < LEAST_SHARE_AT_ONE_RATE:
+    while len(found) < MOST_CALIBRATIONS and share_at_one_rate(found[-1].rates) < LEAST_SHARE_AT_ONE_RATE:
         progress.print("rates changed meanwhile: calibrating again")
         found.append(again())
-    return max(found, key=lambda each: share_at_one_rate(each.gbs))
+    return max(found, key=lambda each: share_at_one_rate(each.rates))
 
 
 def _calibrated(runs: InTurn[K], turns: int) -> Calibration:

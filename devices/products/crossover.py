@@ -1,4 +1,4 @@
-"""A measurement, made once for each shape, of the number of rows up to which native kernels are faster than torch."""
+"""The number of rows up to which native kernels are used instead of torch, measured once for each shape."""
 
 from __future__ import annotations
 
