@@ -36,6 +36,16 @@ class Mine(Streams):
     async def decode(self, step):
         os._exit(3)
 """
+ENDS_THE_RANKING = """import os
+
+import moesched.testing.grid.items
+from moesched.policies.resident import Resident
+
+moesched.testing.grid.items.rivals_in = lambda cell: os._exit(3)
+
+class Mine(Resident):
+    pass
+"""
 SMALL = Cell("mixtral-0.8b", "t4", 4)
 CASES = {case.name: case for case in [*policy_cases(), *node_cases()]}
 
@@ -193,6 +203,16 @@ def test_a_policy_that_ends_the_process_is_a_fault(tmp_path: Path) -> None:
     [fault] = in_child(f"{mine}:Mine").faults
     assert fault.line == f"{mine}:5"
     assert fault.message == "the policy ended the process, with exit code 3"
+
+
+def test_a_process_that_ends_while_others_are_ranked_is_no_fault_but_the_reason_for_missing_ranks(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(ENDS_THE_RANKING)
+    report = in_child(f"{mine}:Mine")
+    assert (report.faults, report.unchecked) == ([], [f"rank in {SMALL.name}"])
+    assert report.reason == f"the process ended in rank in {SMALL.name}"
 
 
 def test_cases_that_the_limit_leaves_no_time_for_are_named() -> None:

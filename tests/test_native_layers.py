@@ -18,6 +18,7 @@ from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.native_experts import NativeExpertByColumns
 from moesched.devices.kernels.native_products import NativeColumns
+from moesched.devices.kernels.native_ends import NativeLogits
 from moesched.devices.kernels.native_rows import NATIVE
 from moesched.devices.kernels.samples import MAKERS, coded_block
 from moesched.devices.kernels.torch_kernels import rows_for_native
@@ -177,6 +178,10 @@ CHECKED, ON_TORCH = (
 def test_kernels_keep_their_promises_with_each_instruction_set(number: int, variant: str) -> None:
     coded = CODED[(number + instruction_sets().index(variant)) % len(CODED)]
     assert check_kernel(CHECKED[number], instruction_set=variant, formats=[coded]) > 0
+
+
+def test_native_kernels_take_all_numbers_of_rows_that_are_asked_for() -> None:
+    assert check_kernel(NativeLogits, (200,), formats=()) > 0
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 19])

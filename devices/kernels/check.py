@@ -68,7 +68,10 @@ def check_kernel(
     taken = 0
     for config in _configs():
         for dtype in ("bfloat16", "float32"):
-            with _resources(config, dtype, max(numbers), instruction_set) as resources, torch.inference_mode():
+            with (
+                _resources(config, dtype, max(numbers), instruction_set) as resources,
+                torch.inference_mode(),
+            ):
                 kernel = guarded(kind, resources)
                 if kernel.operation not in samples.MAKERS:
                     raise KernelFailed(
@@ -145,7 +148,9 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
 
 
 @contextmanager
-def _resources(config: ModelConfig, dtype: str, most: int, instruction_set: str | None) -> Iterator[Resources]:
+def _resources(
+    config: ModelConfig, dtype: str, most: int, instruction_set: str | None
+) -> Iterator[Resources]:
     """Return a context with the resources of kernels on the CPU for a model, with native kernels if there are any.
 
     Args:

@@ -165,7 +165,9 @@ class ChildRun:
         """
         begun = self._begun
         case = self._names[begun.item] if begun is not None else "loading the policy"
-        self._reason = f"the process ended in {case}" if busy_at is None else f"{case} still ran, at {busy_at}"
+        self._reason = (
+            f"the process ended in {case}" if busy_at is None else f"{case} still ran, at {busy_at}"
+        )
         if begun is not None and begun.item >= len(self._names) - len(self._order.cells):
             return  # only ranks are missing, for which other policies run
         if busy_at is None:
