@@ -16,9 +16,9 @@ from moesched.devices.kernels import functions, qkv_functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
+from moesched.devices.kernels.native_ends import NativeLogits
 from moesched.devices.kernels.native_experts import NativeExpertByColumns
 from moesched.devices.kernels.native_products import NativeColumns
-from moesched.devices.kernels.native_ends import NativeLogits
 from moesched.devices.kernels.native_rows import NATIVE
 from moesched.devices.kernels.samples import MAKERS, coded_block
 from moesched.devices.kernels.torch_kernels import rows_for_native
