@@ -87,7 +87,7 @@ def attend(
         step.k_SKd,
         step.v_SKd,
         LayerAddresses(keys_at, values_at, block_size, window),
-        SequencesInBlocks(array("q", step.lengths), array("q", places)),
+        SequencesInBlocks.of(array("q", step.lengths), array("q", places)),
         sinks_H,
     )
 
@@ -171,7 +171,7 @@ def test_sequences_may_share_blocks(native: NativeKernels) -> None:
     for half, tokens in zip((keys, values), first.past[0], strict=True):
         half[: len(tokens)] = tokens
         half[4 * BLOCK : 4 * BLOCK + 1] = tokens[48:]  # the other one has a last block of its own
-    blocks = SequencesInBlocks(array("q", [50, 50]), array("q", [0, 1, 2, 3, 0, 1, 2, 4]))
+    blocks = SequencesInBlocks.of(array("q", [50, 50]), array("q", [0, 1, 2, 3, 0, 1, 2, 4]))
     cached = LayerAddresses(keys.data_ptr(), values.data_ptr(), BLOCK)
     got = NativeAttention(native).attend(forked.q_SHd, forked.k_SKd, forked.v_SKd, cached, blocks)
     assert torch.equal(got, attend(native, forked))

@@ -164,7 +164,7 @@ def test_a_prepared_call_of_attention_follows_its_sequence_to_new_slots() -> Non
         prepared = attention.prepared(query, key, value, cached, out)
         for new in range(4):  # into a third block
             blocks = [5, 2, 8][: -(-(past + new) // block)]
-            sequences = SequencesInBlocks(array("q", [past + new]), array("q", blocks))
+            sequences = SequencesInBlocks.of(array("q", [past + new]), array("q", blocks))
             prepared(sequences)
             assert torch.equal(out, attention.attend(query, key, value, cached, sequences))
 

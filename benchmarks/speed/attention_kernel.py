@@ -200,7 +200,7 @@ def native_calls(row: Row, layers: Tensor, attention: NativeAttention) -> list[C
     """Each layer by the native kernel; every sequence's blocks follow each other."""
     step = q_SHd, k_SKd, v_SKd = tuple(random_step(row))
     blocks = row.batch * row.context // KV_BLOCK_TOKENS
-    sequences = SequencesInBlocks(array("q", [row.context] * row.batch), array("q", range(blocks)))
+    sequences = SequencesInBlocks.of(array("q", [row.context] * row.batch), array("q", range(blocks)))
     out_SX = torch.empty(row.batch, HEADS * SIZE, dtype=row.dtype)
 
     def call(prepared: AttentionCall, held: object) -> None:

@@ -53,8 +53,11 @@ class Binder:
 
         memory: receives the results.
         """
+        found = memory.bound((operation, weights.number))
+        if found is not None:
+            return found
         key = operation, memory.rows
-        found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
+        found = weights.bounds.get(key)
         if found is None and key not in weights.refused:
             case = self._case(operation, weights, memory.rows)
             if self.table.find(case):

@@ -10,7 +10,7 @@ import torch
 
 from ..native.arguments import Head, Tokens
 from ..native.compiled import library
-from ..native.kernels import NativeKernels, address, check, matrix_of, numbers
+from ..native.kernels import NativeKernels, address, matrix_of, no_memory, numbers
 from . import qkv_functions
 from .layer_weights import Tensor, Weights
 from .native_kernel import NativeKernel, NativeMemoryKernel, hidden_states
@@ -65,7 +65,8 @@ def _embed(
     _: object,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     room[0][:], room[1][:] = array("q", ids), array("q", positions)
-    check(run())
+    if run():
+        raise no_memory()
     return results
 
 
@@ -139,7 +140,8 @@ class HeadCall:
         """Compute the logits; returns the likeliest token of each row, -1 where the largest logit is not finite."""
         if hidden_TD is not self._hidden_TD:
             self._hidden_TD, self._head.x = hidden_TD, hidden_TD.data_ptr()
-        check(self._run())
+        if self._run():
+            raise no_memory()
         return self._likeliest.tolist()
 
 

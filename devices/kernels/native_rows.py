@@ -15,7 +15,7 @@ from moesched.models.networks import FeedForward
 
 from ..native.arguments import Inputs, Layer
 from ..native.compiled import library
-from ..native.kernels import address, check, numbers
+from ..native.kernels import address, no_memory, numbers
 from .layer_weights import Tensor, Weights
 from .native_ends import NATIVE_ENDS
 from .native_experts import NATIVE_EXPERTS, unknown_experts
@@ -67,7 +67,8 @@ class _AttentionInputs:
             self._hidden_TD, self._angles = hidden_TD, angles
             self._arguments.x = hidden_TD.data_ptr()
             self._arguments.cosines, self._arguments.sines = (each.data_ptr() for each in angles)
-        check(self._run())
+        if self._run():
+            raise no_memory()
         return self._qkv
 
 
@@ -89,7 +90,8 @@ def _route(
     run: Callable[[], int], layer: Layer, choices: RouterOutput, held: Tensor | None, hidden_TD: Tensor
 ) -> RouterOutput:
     layer.residual = hidden_TD.data_ptr()
-    check(run())
+    if run():
+        raise no_memory()
     return choices
 
 
@@ -187,7 +189,8 @@ class _MoELayer:
         if attended_TX is not self._attended_TX or residual_TD is not self._residual_TD:
             self._attended_TX, self._residual_TD = attended_TX, residual_TD
             self._layer.attended, self._layer.residual = attended_TX.data_ptr(), residual_TD.data_ptr()
-        check(self._run())
+        if self._run():
+            raise no_memory()
         counts = {expert: rows for expert, rows in enumerate(self._counts) if rows}
         return self._out_TD, self._experts_Tk, counts
 

@@ -13,7 +13,7 @@ import torch
 
 from .arguments import Attend, Prompts
 from .compiled import library
-from .kernels import NativeKernels, Tensor, address, check
+from .kernels import NativeKernels, Tensor, address, no_memory
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of queries, keys and values that the library takes."""
@@ -49,10 +49,17 @@ class SequencesInBlocks(NamedTuple):
     Attributes:
         lengths: number of tokens of each sequence, the new ones included.
         blocks: the numbers of the blocks of all sequences, one sequence after the other.
+        addresses: the addresses of both arrays, which must not grow.
     """
 
     lengths: array[int]
     blocks: array[int]
+    addresses: tuple[int, int]
+
+    @classmethod
+    def of(cls, lengths: array[int], blocks: array[int]) -> SequencesInBlocks:
+        """Describe sequences by these arrays."""
+        return cls(lengths, blocks, (address(lengths), address(blocks)))
 
 
 class AttentionCall:
@@ -66,8 +73,9 @@ class AttentionCall:
 
     def __call__(self, sequences: SequencesInBlocks) -> None:
         fields = self._fields
-        fields[_LENGTHS], fields[_BLOCKS] = address(sequences.lengths), address(sequences.blocks)
-        check(self._run())
+        fields[_LENGTHS], fields[_BLOCKS] = sequences.addresses
+        if self._run():
+            raise no_memory()
 
 
 class NativeAttention:

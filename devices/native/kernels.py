@@ -69,7 +69,8 @@ class NativeKernels:
         y_TN = x_TD.new_empty(len(x_TD), _outputs(blocks))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
         matrix = matrix_of(blocks)
-        check(self._library.moesched_product(self._team, *shape, address(matrix), y_TN.data_ptr()))
+        if self._library.moesched_product(self._team, *shape, address(matrix), y_TN.data_ptr()):
+            raise no_memory()
         return y_TN
 
     def linear_by_columns(self, x_TD: Tensor, blocks: Sequence[Tensor]) -> Tensor:
@@ -78,7 +79,8 @@ class NativeKernels:
         y_TN = x_TD.new_empty(len(x_TD), len(blocks[0]))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
         matrix = matrix_of([block.T for block in blocks])
-        check(self._library.moesched_columns(self._team, *shape, address(matrix), y_TN.data_ptr()))
+        if self._library.moesched_columns(self._team, *shape, address(matrix), y_TN.data_ptr()):
+            raise no_memory()
         return y_TN
 
     def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
@@ -118,10 +120,11 @@ class NativeKernels:
         Raises:
             MemoryError: memory was lacking.
         """
-        check(function(self._team, ctypes.byref(arguments)))
+        if function(self._team, ctypes.byref(arguments)):
+            raise no_memory()
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """Return a function () -> status that calls `function` as `call` does; the caller must `check` the status."""
+        """Return a function () -> status that calls `function` as `call` does; the caller must raise `no_memory()` unless it is 0."""
         return bound_call(function, self._team, arguments)
 
 
@@ -158,7 +161,6 @@ def address(numbers: array[int] | array[float]) -> int:
     return numbers.buffer_info()[0]
 
 
-def check(result: int) -> None:
-    """Raise MemoryError if the status `result` of a native call says that memory was lacking."""
-    if result:
-        raise MemoryError("no memory for the rows that the CPU kernels multiply")
+def no_memory() -> MemoryError:
+    """Return the error for a native call whose status is not 0."""
+    return MemoryError("no memory for the rows that the CPU kernels multiply")

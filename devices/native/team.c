@@ -14,6 +14,7 @@
 enum {
     ALONE_BYTES = 128 << 10, /* up to this many bytes, one thread is faster */
     SPIN_NANOSECONDS = 50000,
+    AWAKE_NANOSECONDS = 5000000, /* as long as a page may come from a disk; a core that sleeps comes late to the next task */
 };
 
 /* How many pieces of a thread's share of a phase are taken off its front, and off its back in the upper half. A piece is the
@@ -145,10 +146,15 @@ static void leave_caller(Team *team) {
 
 /* Until there is another call than the ones seen. */
 static void wait_for_call(Team *team, uint64_t seen) {
-    const int64_t sleepy = nanoseconds() + SPIN_NANOSECONDS;
+    const int64_t begun = nanoseconds();
     while (atomic_load(&team->calls) == seen) {
         for (int i = 0; i < 32; i++) pause_briefly();
-        if (nanoseconds() < sleepy) continue;
+        const int64_t waited = nanoseconds() - begun;
+        if (waited < SPIN_NANOSECONDS) continue;
+        if (waited < AWAKE_NANOSECONDS) {
+            sched_yield();
+            continue;
+        }
         pthread_mutex_lock(&team->sleeping);
         atomic_fetch_add(&team->asleep, 1);
         while (atomic_load(&team->calls) == seen) pthread_cond_wait(&team->wake, &team->sleeping);

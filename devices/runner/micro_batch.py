@@ -127,10 +127,9 @@ class MicroBatchState:
         """The step in the first KV cache: each sequence's numbers of tokens before it (`past`) and in it (`new`)."""
         return self.steps[0]
 
-    @property
-    def results(self) -> Workspace:
-        """Memory for a kernel's results: the step's `memory`; if the step has many tokens, new memory at each use."""
-        return self.memory or Workspace(len(self.hidden_TD))
+    def new_memory(self) -> Workspace:
+        """Return memory for the results of one kernel, which a step of many tokens uses in place of `memory`."""
+        return Workspace(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:
         """Add a KV cache that holds some of the layers."""

@@ -80,10 +80,9 @@ class KVStep:
         self, sequences: Sequence[int], growths: Sequence[Growth], block_size: int, indices: Indices
     ) -> None:
         self.sequences = tuple(sequences)
-        self.past = tuple(growth.past for growth in growths)
-        self.new = tuple(growth.new for growth in growths)
+        self.past, self.new, _, kept = zip(*growths, strict=True) if growths else ((),) * 4
         self.one_each = self.new.count(1) == len(self.new)
-        self.in_place = all(growth.kept is None for growth in growths)
+        self.in_place = kept.count(None) == len(kept)
         self._block_size = block_size
         self._indices = indices
         self._growths = growths
@@ -93,10 +92,10 @@ class KVStep:
     def in_blocks(self) -> SequencesInBlocks:
         """The blocks of all sequences, and each sequence's number of tokens in its blocks, new ones included."""
         lengths, blocks = array("q"), array("q")
-        for growth in self._growths:
-            lengths.append(growth.length)
-            blocks.extend(growth.seen.blocks)
-        return SequencesInBlocks(lengths, blocks)
+        for past, new, seen, _ in self._growths:
+            lengths.append(past + new - seen.first)
+            blocks.extend(seen.blocks)
+        return SequencesInBlocks.of(lengths, blocks)
 
     @property
     def on_host(self) -> bool:
@@ -110,7 +109,7 @@ class KVStep:
         These are: for each sequence the number of tokens in its blocks; for each sequence the index of its first block
         in the third part; the blocks of all sequences.
         """
-        lengths, blocks = self.in_blocks
+        lengths, blocks, _ = self.in_blocks
         counts = (len(growth.seen.blocks) for growth in self._growths[:-1])
         return lengths + array("q", accumulate(counts, initial=0)) + blocks
 
@@ -146,7 +145,9 @@ class KVStep:
     @property
     def positions(self) -> list[int]:
         """The position of each new token in its sequence, counted from 0."""
-        return [position for span in self._spans() for position in span]
+        if self.one_each:
+            return list(self.past)
+        return [at for past, new in zip(self.past, self.new, strict=True) for at in range(past, past + new)]
 
     @property
     def last(self) -> list[int]:
@@ -221,9 +222,6 @@ class KVStep:
             for growth in self._growths
         ]
         return KVStep(self.sequences, growths, self._block_size, self._indices)
-
-    def _spans(self) -> Iterator[range]:
-        return (range(past, past + new) for past, new in zip(self.past, self.new, strict=True))
 
     def _alone(self, blocks: Sequence[int], length: int, new: int) -> Run | Gather:
         first = blocks[0] if blocks else 0

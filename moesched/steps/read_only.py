@@ -23,8 +23,7 @@ class ReadOnly:
 
     def _set(self, **attributes: object) -> None:
         """Set attributes without the check for read-only names, since that check takes most of an assignment's time."""
-        for name, value in attributes.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(attributes)
 
     def __setattr__(self, name: str, value: object) -> None:
         if self._sealed and not name.startswith("_") and name not in self._assignable:

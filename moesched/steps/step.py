@@ -122,7 +122,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             )
         whole = batch.stage.whole
         view = whole.open.get(layer) or self._view(whole, layer)
-        if view.noted != self._number:
+        if view.moving and view.noted != self._number:
             view.use(self._number, batch.works["post_attention"].tokens)
         reads = (
             view.reads if batch.activations is None else (*view.reads, *self._activations(batch, leaves=True))

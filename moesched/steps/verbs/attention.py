@@ -36,7 +36,7 @@ class AttentionVerbs(Verbs):
         self._enter_layer(PRE_ATTENTION, batch, layer)
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
-        if view.noted != self._number:
+        if view.moving and view.noted != self._number:
             view.use(self._number, batch.works["pre_attention"].tokens)
         activations: tuple[Block, ...] = ()
         if batch.phase == "prefill" and self._state.limited:

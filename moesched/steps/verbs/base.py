@@ -223,7 +223,8 @@ class Verbs(StepFacts):
         Raises:
             OutOfOrder: the micro-batch has been through all layers.
         """
-        self._require_layer(verb.name, layer)
+        if layer not in self.layers:
+            raise self._no_layer(verb.name, layer)
         kind = self._state.works.kind_of[layer]
         if batch.works is not batch.works_at[batch.stage.number][kind]:
             batch.enter(batch.stage, kind)

@@ -54,7 +54,7 @@ class ExpertVerbs(Verbs):
         if self.attends:
             dense = batch.stage.dense
             view = dense.open.get(layer) or self._view(dense, layer)
-            if view.noted != self._number:
+            if view.moving and view.noted != self._number:
                 view.use(self._number, batch.works["route"].tokens)
         batch.routing.pending = None
         task = self._run(ROUTE, layer, batch, view, () if view is None else view.reads)
@@ -82,7 +82,7 @@ class ExpertVerbs(Verbs):
             )
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
-        if view.noted != self._number:
+        if view.moving and view.noted != self._number:
             view.use(self._number, batch.works["preview_route"].tokens)
         lane, _, reads, _ = batch.bound[PREVIEW_ROUTE.number]
         assert lane is not None, "an accelerator has a lane"
@@ -350,7 +350,7 @@ class ExpertVerbs(Verbs):
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
-        if view.noted != self._number:
+        if view.moving and view.noted != self._number:
             view.use(self._number, tokens)
         return view
 
