@@ -103,6 +103,14 @@ def test_a_prompt_far_beyond_the_context_is_refused_by_its_first_pieces(tmp_path
     assert tokenizer.characters <= PIECE
 
 
+def test_a_prompt_whose_last_piece_is_too_long_is_refused_before_it_is_encoded_whole(tmp_path: Path) -> None:
+    tokenizer = _Counting(byte_tokenizer(tmp_path))
+    text = "x" * (PIECE + PIECE // 2)
+    with pytest.raises(BadInput, match=r"it has 300,000 characters, and the context ends at 120,000 tokens"):
+        tokenizer.encode(text, 120_000)
+    assert tokenizer.characters == len(text)
+
+
 def test_a_long_prompt_that_fits_has_the_tokens_of_its_whole_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_tokenizer(tmp_path))
     text = "ab" * (PIECE // 2 + 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -130,13 +131,12 @@ class Tokenizer:
         the cuts, which at most double the tokens of a text.
         """
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        tokens = 0
-        for start in range(0, len(text), PIECE):
-            if len(text) > 4 * longest * most or tokens > 2 * most:
-                raise BadInput(
-                    f"it has {len(text):,} characters, and the context ends at {most:,} tokens: shorten it"
-                )
-            tokens += len(self._encode(text[start : start + PIECE]))
+        pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+        totals = accumulate(len(self._encode(piece)) for piece in pieces)
+        if len(text) > 4 * longest * most or any(tokens > 2 * most for tokens in totals):
+            raise BadInput(
+                f"it has {len(text):,} characters, and the context ends at {most:,} tokens: shorten it"
+            )
 
     def _call(self, function: Callable[[A], R], argument: A, problem: str) -> R:
         """Call a function of the library `tokenizers`, and raise BadInput if it fails.
