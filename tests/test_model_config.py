@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from moesched.errors import BadInput
 from moesched.inputs.lookup import find_shape
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
@@ -158,6 +159,19 @@ def test_a_copy_of_a_header_tells_the_dtype_too(tmp_path: Path) -> None:
         header_copy(file).write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
         file.unlink()
     assert read_config(tmp_path).dtype == "bfloat16"
+
+
+def test_a_copy_of_the_header_may_stand_for_the_only_file(tmp_path: Path) -> None:
+    write(tmp_path, published("BF16"), tie_word_embeddings=True)
+    whole, file = open_checkpoint(tmp_path), tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    header_copy(file).write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
+    file.unlink()
+    opened = open_checkpoint(tmp_path, partial=True)
+    assert (opened.config, opened.tensors) == (whole.config, whole.tensors)
+    assert opened.absent == {file: len(data)}
+    with pytest.raises(BadInput, match=r"model\.safetensors: No such file"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     shards = Shards([], {}, {})
     if is_file(single) or not is_file(index):
-        shards.tensors.extend(_read_into(shards, single))
+        shards.tensors.extend(_read_into(shards, single, partial=partial))
         return shards
     by_shard: dict[str, set[str]] = {}
     for name, shard in _read_index(index).items():
@@ -81,15 +81,16 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
 
 
 def stored_names(directory: Path) -> Collection[str]:
-    """Return the names of all tensors, from the index or the only file; empty if neither exists.
+    """Return the names of all tensors, from the index, or the only file or its header's copy; empty without these.
 
     Raises:
         BadInput: the index, or the file, cannot be read.
     """
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
-    if is_file(single):
-        return [found.name for found in _read_into(Shards([], {}, {}), single)]
-    return _read_index(index).keys() if is_file(index) else ()
+    if is_file(index) and not is_file(single):
+        return _read_index(index).keys()
+    file = _first_file(directory)
+    return [found.name for found in _read_into(Shards([], {}, {}), file, partial=True)] if file else ()
 
 
 def is_complete(directory: Path) -> bool:
