@@ -42,6 +42,7 @@ from moesched.devices.kernels.expert_of_products import ExpertOfProducts
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.seam import OPERATIONS, ROWS, Bound, Case
 from moesched.devices.kernels.table import KernelTable
+from moesched.devices.kernels.torch_kernels import guarded
 from moesched.devices.kernels.workspace import Workspace
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, KernelFailed, MoeschedError
@@ -219,6 +220,17 @@ def test_a_class_that_is_no_kernel_is_refused(checkpoint: Checkpoint) -> None:
 def test_a_kernel_that_cannot_be_made_is_refused_by_name(kernel: type, said: str) -> None:
     with pytest.raises(BadInput, match=said):
         check_kernel(kernel)
+
+
+def test_a_kernel_with_parameters_to_train_keeps_no_record_of_its_calls_for_that() -> None:
+    class Trained(Narrow):
+        def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+            factor = torch.nn.Parameter(torch.ones(()))
+            return lambda attended_TX, residual_TD: residual_TD * factor
+
+    kernel = guarded(Trained, cpu_resources(SMALL, torch.float32, None))
+    project = kernel.bind(Case("output_projection", 2, frozenset(), "float32", "cpu"), {}, None)
+    assert not project(torch.ones(2, 1), torch.ones(2, SMALL.hidden)).requires_grad
 
 
 def test_a_router_may_return_a_plain_tuple(checkpoint: Checkpoint) -> None:

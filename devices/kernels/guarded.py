@@ -17,7 +17,10 @@ Shape = tuple[int, ...]
 
 
 class Guarded(Kernel):
-    """Wraps a third-party kernel: an exception, or a result of a wrong shape, becomes KernelFailed."""
+    """Wraps a third-party kernel: an exception, or a result of a wrong shape, becomes KernelFailed.
+
+    The kernel runs in torch's inference mode.
+    """
 
     def __init__(self, kernel: Kernel, config: ModelConfig, dtype: torch.dtype) -> None:
         self._kernel = kernel
@@ -64,7 +67,8 @@ class Guarded(Kernel):
 
     def _call(self, case: Case, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return function(*arguments)
+            with torch.inference_mode():  # as torch's own kernels run
+                return function(*arguments)
         except Exception as error:  # a kernel from elsewhere may raise anything
             given = OPERATIONS[case.operation]
             words = {
