@@ -43,7 +43,7 @@ from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.seam import OPERATIONS, ROWS, Bound, Case
 from moesched.devices.kernels.table import KernelTable
 from moesched.devices.kernels.torch_kernels import guarded
-from moesched.devices.kernels.workspace import Workspace
+from moesched.devices.kernels.workspace import Scratch, Workspace
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, KernelFailed, MoeschedError
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -119,6 +119,12 @@ def test_memory_for_results_is_written_to_in_inference_mode_and_outside_of_it() 
         shared = memory.scratch.tensor("shared", 3, dtype=torch.float32, device=torch.device("cpu"))
         shared.zero_()
     assert (made.add_(1) + shared.add_(1)).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("memory", [Workspace(3), Workspace(3).scratch])
+def test_kernels_that_use_a_name_for_two_dtypes_each_get_their_own(memory: Workspace | Scratch) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert memory.tensor("hidden", 3, dtype=dtype).dtype == dtype
 
 
 def test_a_kernel_from_a_file_runs_in_front_of_the_others_and_the_report_names_it(

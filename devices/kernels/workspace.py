@@ -30,11 +30,11 @@ class Scratch:
     ) -> torch.Tensor:
         """Return a tensor of this shape in the memory that is kept under a name; its contents are undefined.
 
-        Memory that is too small is replaced. All calls with one name must have the same dtype and device.
+        Memory that is too small or has another dtype is replaced. All calls with one name must have the same device.
         """
         size = math.prod(shape)
         found = self._tensors.get(name)
-        if found is None or len(found) < size:
+        if found is None or len(found) < size or found.dtype != dtype:
             found = self._tensors[name] = _allocated(size, dtype=dtype, device=device)
         return found[:size].view(shape)
 
@@ -74,14 +74,14 @@ class Workspace:
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Return the tensor of this name, shape and dtype; a call with a new name or another shape allocates it.
+        """Return the tensor of this name, shape and dtype; a call with another name, shape or dtype allocates it.
 
         Args:
             zero: True to fill the tensor with zeros when it is allocated.
             device: None for the host.
         """
         found = self._tensors.get(name)
-        if found is None or found.shape != shape:
+        if found is None or found.shape != shape or found.dtype != dtype:
             found = self._tensors[name] = _allocated(*shape, dtype=dtype, device=device, zero=zero)
         return found
 
