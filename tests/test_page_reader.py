@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -246,6 +247,26 @@ def test_the_reads_of_a_page_are_independent(model: Path) -> None:
                 read()
             assert torch.equal(arena.slot(0), arena.slot(1))
     assert several, "some pages lie in several places of the files"
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="needs reads that do not wait for the disk")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_page_may_come_from_the_page_cache_also_if_it_is_converted(tmp_path: Path, dtype: str) -> None:
+    checkpoint = open_checkpoint(write_random_model(TINY, tmp_path / "m"))
+    layout = weight_layout(checkpoint.config, dtype)
+    with PageReader(checkpoint, layout) as reader:
+        slot = Arena(1, reader.slot_bytes).slot(0)
+        reads = [read_from_disk(reader, layout.pages[0], slot, cached=cached) for cached in (False, True)]
+    if not reads[0]:
+        pytest.skip("needs a file system on a disk")
+    assert not reads[1]
+
+
+def read_from_disk(reader: PageReader, page: Page, slot: torch.Tensor, *, cached: bool) -> int:
+    """The blocks that the system read from the disk meanwhile, for this thread."""
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
+    reader.read(page, slot, cached=cached)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_inblock - before
 
 
 # ---------------------------------------------------------------- faults

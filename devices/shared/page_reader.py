@@ -167,7 +167,7 @@ class PageReader:
 
         Args:
             slot: uint8, on the CPU, at an address that is a multiple of 4096.
-            cached: True to take from the page cache the bytes that it has; not used for a page that must be converted.
+            cached: True to take from the page cache the bytes that it has.
 
         Raises:
             MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
@@ -185,7 +185,7 @@ class PageReader:
         location = self._locations[page.id]
         _require_fit(slot, location.nbytes)
         if not location.runs:
-            return [partial(self._read_converted, page, slot)]
+            return [partial(self._read_converted, page, slot, cached=cached)]
         memory = slot.numpy().data
         return [
             BlockRead(run.file, *part, self._count, cached)
@@ -217,13 +217,13 @@ class PageReader:
         buffer = aligned_bytes(min(CHUNK_BYTES, end - start) + 2 * ALIGNMENT)
         self._count(self._convert(stored, rows, out, buffer, cached=True))
 
-    def _read_converted(self, page: Page, slot: torch.Tensor) -> int:
+    def _read_converted(self, page: Page, slot: torch.Tensor, *, cached: bool) -> int:
         buffer, nbytes = self._own_buffer(), 0
         for extent in page.extents:
             stored = self._tensors[extent.tensor]
             raw = slot[extent.offset : extent.offset + extent.nbytes]
             out = raw.view(_dtype_of(self.format_of(extent.tensor)))
-            nbytes += self._convert(stored, extent.rows, out, buffer)
+            nbytes += self._convert(stored, extent.rows, out, buffer, cached=cached)
         self._count(nbytes)
         return nbytes
 
@@ -234,7 +234,7 @@ class PageReader:
         out: torch.Tensor,
         buffer: torch.Tensor,
         *,
-        cached: bool = False,
+        cached: bool,
     ) -> int:
         if stored.scales is not None:
             return read_joined(self._files, stored, stored.scales, rows, out, self._join, cached=cached)
@@ -262,7 +262,7 @@ def _convert(
     out: torch.Tensor,
     buffer: torch.Tensor,
     *,
-    cached: bool = False,
+    cached: bool,
 ) -> int:
     """Read rows of a tensor from a file, and convert them to the dtype of `out`; returns the number of bytes read.
 
