@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_every_operation_and_every_pair_takes_some_time(operations: GpuOperation
     together = {pair: operations.seconds(*pair) for pair in TINY.pairs()}
     assert min([*alone.values(), *together.values()]) > 0
     assert {each.processor for each in alone if isinstance(each, Product)} == {"gpu", "cpu"}
+
+
+def test_small_matrices_are_so_many_that_they_exceed_a_cache() -> None:
+    cache = 1 << 18
+    with LaggingGpu() as gpu, closing(GpuOperations(GPU_DEVICE, divided_cores(1), cold=cache)) as operations:
+        operations.seconds(Product(GPU, "bfloat16", 32, 32, 1))
+        assert gpu.memory.most_wanted >= cache
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ LONGER = 3
 """Operations beside a timed one are repeated for this many times as long as the timed one."""
 COLD_BYTES = 512 << 20
 """Total bytes of the matrices or buffers that an operation uses in turn: more than any cache holds."""
-MOST_BUFFERS = 64
 
 
 class GpuOperations:
@@ -161,7 +160,7 @@ class GpuOperations:
         return lambda: unpacked_linear(x_TD, CodedRows(next(coded), row.format))
 
     def _copies_of(self, row_1D: torch.Tensor, outputs: int) -> Iterator[torch.Tensor]:
-        """Return an endless iterator over 2 to 64 equal matrices on the accelerator, if possible `cold` bytes together.
+        """Return an endless iterator over equal matrices on the accelerator, if possible of `cold` bytes together.
 
         Args:
             row_1D: the row that all rows of the matrices are copies of.
@@ -204,7 +203,8 @@ class GpuOperations:
         return [torch.ones(copy.nbytes, dtype=torch.uint8) for _ in range(count)]
 
     def _buffers(self, nbytes: int) -> int:
-        return max(2, min(MOST_BUFFERS, self._cold // nbytes))
+        """Return the number of buffers that an operation uses in turn; there are at most MOST repetitions."""
+        return max(2, min(MOST, self._cold // nbytes))
 
 
 def is_enqueued(operation: Operation) -> bool:
