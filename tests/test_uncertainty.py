@@ -198,7 +198,7 @@ def test_a_prediction_without_a_band_takes_no_runs_for_one_and_has_the_same_figu
     report = simulated(listener=with_band)
     other = simulated(listener=without, band=False)
     total = with_band.runs[0][1]
-    assert with_band.runs == [(done, total) for done in range(total)]
+    assert with_band.runs == [(done, total) for done in range(total + 1)]
     assert without.runs == []
     assert (other.band, other.at_peak, other.widest_rate) == (None, None, None)
     assert other.step_seconds == report.step_seconds
@@ -262,6 +262,16 @@ def test_the_band_of_a_calibrated_machine_is_its_spread() -> None:
     narrow, wide = band(measured()), band(measured(few_rows=SLOW))
     assert narrow == pytest.approx((100 / OMITTED, 100, 100 * OMITTED))
     assert wide[0] < narrow[0] and wide[2] > narrow[2]
+
+
+def test_the_last_run_for_the_band_of_a_calibrated_machine_is_told_as_the_last() -> None:
+    def ranks() -> list[Rank]:
+        policy = make_policy("resident", {})
+        return [Rank(Case(name="desk", machine=measured(few_rows=SLOW), weights=2.0).plan(policy), policy)]
+
+    told: list[tuple[int, int]] = []
+    uncertainty(ranks, Figures(100.0, 1.0, 1.0), lambda *runs: told.append(runs))
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)], "the expected rate, and its low and high end"
 
 
 def test_no_published_error_stands_below_a_prefill_that_rests_on_measured_costs(

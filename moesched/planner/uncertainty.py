@@ -88,7 +88,7 @@ def uncertainty(
     Args:
         make_ranks: makes the plans and policies of all nodes anew, since a plan runs once.
         expected: the predicted figures; their run may be longer than the trial runs.
-        progress: called with the number of trial runs done, and their total.
+        progress: called before the first trial run and after each, with the number of those done, and their total.
     """
     runs = _Runs(make_ranks, progress)
     machine, dtype = runs.machine, runs.dtype
@@ -131,7 +131,9 @@ class _Runs:
         fixed = len(ranks) == 1 and not devices_contend(plan) and plan.machine.wired_memory is None
         self._captured = _captured(ranks[0]) if fixed else None
         self._base: tuple[Figures, _WorkMeter] | None = None
-        self._done, self._all = 0, 2 + len(LEVELS) * len(groups(self.machine))
+        peak = 0 if self.machine.cost_table else 1
+        self._done, self._all = 0, 1 + len(LEVELS) * len(groups(self.machine)) + peak
+        progress(self._done, self._all)
 
     def figures(self, cost: CostModel) -> Figures:
         """Return the figures by a cost model, from a trial run or a replay.
@@ -139,8 +141,12 @@ class _Runs:
         If the tasks would take almost the same times as in the first call, there is no trial run: the figures of the
         first call are returned.
         """
-        self._progress(self._done, self._all)
+        found = self._figures(cost)
         self._done += 1
+        self._progress(self._done, self._all)
+        return found
+
+    def _figures(self, cost: CostModel) -> Figures:
         if self._captured is not None:
             return _figures(self._captured.step_ends(cost), self._batch)
         if self._base is not None and self._base[1].change(cost) < LEAST:

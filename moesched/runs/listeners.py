@@ -56,7 +56,7 @@ class Listener:
         """Called once the batch is complete, or was interrupted."""
 
     def estimating(self, done: int, total: int) -> None:
-        """Called after each simulation for the uncertainty band of a prediction; `ran` is called again at the end.
+        """Called before the first simulation for a prediction's band, and after each; `ran` is called again at the end.
 
         done, total: number of simulations that are over, and of all.
         """
