@@ -371,6 +371,13 @@ def test_an_exchange_takes_the_network_s_latency_and_its_bytes() -> None:
     assert report.nodes == 2
 
 
+def test_a_run_of_several_nodes_is_not_replayed() -> None:
+    policies = [make_policy("ep_balanced") for _ in range(2)]
+    first, second = (Rank(NODES.plan(each, node), each) for node, each in enumerate(policies))
+    with pytest.raises(BadInput, match="replay needs one node, and the plan has 2: give replay=False"):
+        simulate(first.plan, first.policy, replay=True, peers=[second])
+
+
 def test_a_centralised_plan_exchanges_twice_a_layer() -> None:
     """Out go the row, choices and weights of a token, 4 * (32 + 2 * 2) bytes, back comes a sum of 4 * 32."""
     slices, _ = slices_of("ep_naive", joined(latency_seconds=0.0, bandwidth=1e6))

@@ -55,7 +55,7 @@ def simulate(
             cover the first node only, except that each memory's peak is the highest of all nodes.
 
     Raises:
-        BadInput: `replay` is set, and durations depend on concurrent tasks or on the routing.
+        BadInput: `replay` is set, and there are several nodes, or durations depend on concurrent tasks or the routing.
         NotFixed: `replay` is set, and the policy awaits a handle, or fails. The plan cannot be run again: make a
             new one.
     """
@@ -64,6 +64,8 @@ def simulate(
     ending = Ending()
     chosen = rows_of_experts(routing)
     if replay:
+        if plan.nodes.count > 1:
+            raise BadInput(f"replay needs one node, and the plan has {plan.nodes.count}: give replay=False")
         if chosen is not None:
             raise BadInput(
                 "replay needs fixed durations, and with a routing they depend on the experts that tokens choose: "
