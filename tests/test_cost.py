@@ -248,6 +248,14 @@ def test_the_roofline_reads_experts_no_faster_than_they_were_seen_to_be_read() -
     assert seconds(operations.sample(1)) == pytest.approx(operations.sample(1).nbytes / (100 * GB))
 
 
+def test_experts_that_are_read_slowly_leave_their_memory_to_others() -> None:
+    slow = Processor(memory="host", flops={"bfloat16": 1e12}, expert_bandwidth=10 * GB)
+    reading = Work("expert", "cpu", nbytes=10 * GB, parts=(WorkPart("expert", 10 * GB),))
+    demand = Roofline(machine(processors={"cpu": slow}), "bfloat16").work(reading)
+    assert demand.seconds == 1
+    assert dict(demand.shares) == {"host": 0.1}, "10 of 100 GB/s"
+
+
 # -- amounts -----------------------------------------------------------------------------------------------------------
 
 

@@ -82,9 +82,9 @@ class KernelTimes:
         peak = self._converting_peak if weighing and work.kernel_rate < 1 else self._peak
         computing = flops / (peak * rates[computes] * work.kernel_rate)
         moving = max(work.nbytes / (self._bandwidth * rates[reads]), self._reading_experts(work))
+        holding = work.nbytes / (self._bandwidth * max(rates[reads], self._usable))
         turns = self._class.turns if weighing else 0.0
         working = max(computing, moving + turns * computing)
-        holding = moving * min(1.0, rates[reads] / self._usable)
         return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
