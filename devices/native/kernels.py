@@ -124,7 +124,7 @@ class NativeKernels:
             raise no_memory()
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """Return a function () -> status that calls `function` as `call` does; the caller must raise `no_memory()` unless it is 0."""
+        """Return a function () -> status that calls `function` as `call` does; a status other than 0 is `no_memory`."""
         return bound_call(function, self._team, arguments)
 
 
