@@ -130,6 +130,29 @@ def test_a_sweep_fails_at_its_end_if_a_policy_that_was_named_failed(
     assert said.out.startswith("best policy")
 
 
+def test_a_sweep_that_ends_early_fails_even_if_earlier_points_succeeded(command: Any, tmp_path: Path) -> None:
+    def sweep(budgets: str) -> Any:
+        wanted = (*SHORT, "--policy", "all", "--budget", budgets, "--workers", "2")
+        return command(*wanted, "--out", tmp_path / "x.jsonl")
+
+    assert sweep("gpu=700MB").code == 0
+    said = sweep("gpu=700MB,100MB")
+    assert f"all {TRIED_FIRST} points that ran failed: the sweep ended early" in said.err
+    assert said.code == 1
+
+
+def test_results_are_printed_even_if_the_picture_cannot_be_drawn(command: Any, tmp_path: Path) -> None:
+    def sweep(policy: str) -> Any:
+        files = ("--out", tmp_path / "x.jsonl", "--plot", tmp_path / "x.png", "--y", "decode")
+        return command(*SHORT, "--policy", policy, "--budget", "gpu=700MB", "--workers", "1", *files)
+
+    said = sweep("layer_streaming")  # one token, and no decode step
+    assert (said.code, said.out.startswith("best policy")) == (2, True)
+    assert "no point has figures for batch_size and decode" in said.err
+    said = sweep("resident")
+    assert (said.code, "1 point failed" in said.out, "cannot draw" in said.err) == (1, True, False)
+
+
 def test_an_input_whose_name_is_no_text_is_refused(command: Any) -> None:
     said = command(*SHORT, "--policy", "resident", "--machine", os.fsdecode(b"\xff.toml"))
     refused(said, r"--machine '\\udcff\.toml' is not UTF-8, as results are: rename the file")

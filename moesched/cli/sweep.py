@@ -78,8 +78,9 @@ def sweep(
 
     Each point is written as a line of --out as soon as it is done. The same command again runs only points that are
     missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails keeps its
-    reason as `failure`, and the sweep goes on. The exit code is 1 if a policy that you named failed at a point, or if
-    all points failed. It is 0 if some points succeeded, and only policies from --policy all failed.
+    reason as `failure`, and the sweep goes on, unless the first 24 all fail. The exit code is 1 if it ended so, if a
+    policy that you named failed at a point, or if all points failed. It is 0 if only some policies from --policy all
+    failed.
     """
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep
@@ -105,9 +106,10 @@ def sweep(
             first_failure=lambda line: tell(f"a point failed, and the sweep goes on: {_reason(line)}"),
         )
         bar.close()
+        code = _hand_out(given, out, prepared, result)  # first, as a picture may be refused
         if not result.interrupted:
             _write(given, picture, prepared, result, store)
-    return _hand_out(given, out, prepared, result)
+    return code
 
 
 def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Path:
@@ -160,20 +162,28 @@ def _tell_axes(prepared: Prepared, json: bool) -> int:
 def _write(
     given: SweepArguments, picture: Picture, prepared: Prepared, result: SweepResult, store: Store
 ) -> None:
-    """Write the picture and the Parquet file, if they are asked for."""
+    """Write the Parquet file and, if a point succeeded, the picture, where they are asked for; print their paths."""
     from moesched.sweeps.parquet import write_parquet
     from moesched.sweeps.plots import draw_sweep
 
     if given.parquet is not None:
         whole = store.whole_lines(line.key for line in result.lines)
         write_parquet(given.parquet, whole, result.lines, prepared.figures)
-    if given.plot is not None:
+        _say_written(given, given.parquet)
+    if given.plot is not None and not result.all_failed:
         draw_sweep(given.plot, picture, result.lines, prepared.sweep.axes, prepared.figures)
+        _say_written(given, given.plot)
+
+
+def _say_written(given: SweepArguments, path: Path) -> None:
+    if not given.json:
+        say(f"written: {path}")
 
 
 def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: SweepResult) -> int:
     """Print the best policies and the failures, and return the exit code."""
     from moesched.sweeps.figures import best_by_case
+    from moesched.sweeps.sweep import TRIED_FIRST
 
     best = best_by_case(result.lines, prepared.sweep.axes, prepared.figures)
     if given.json:
@@ -198,12 +208,10 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
         tell(f"{interruption()} after {done}: run the same command again to go on")
         return exit_code_of_signal()
     if result.hopeless:
-        tell(
-            f"all {len(result.failures)} points that ran failed: the sweep ended early; the same command goes on"
-        )
+        tell(f"all {TRIED_FIRST} points that ran failed: the sweep ended early; the same command goes on")
     named = prepared.sweep.axes["policy"]  # "all" also stands for policies that cannot run there
     failed = any(line.inputs["policy"] in named for line in result.failures)
-    return FAILED if failed or len(result.failures) == len(result.lines) else 0
+    return FAILED if failed or result.hopeless or result.all_failed else 0
 
 
 def _reason(line: Line) -> str:
@@ -253,9 +261,6 @@ def _print_result(given: SweepArguments, out: Path, result: SweepResult) -> None
     reused = f", {result.reused:,} of them from earlier" if result.reused else ""
     others = f"; it has {result.others:,} lines of other sweeps, too" if result.others else ""
     say(f"{len(result.lines):,} of {result.points:,} points done{reused}: {out}{others}")
-    for written in (given.parquet, given.plot):
-        if written is not None and not result.interrupted:
-            say(f"written: {written}")
     failures = {line.inputs["policy"]: line for line in reversed(result.failures)}
     if not failures:
         return

@@ -66,6 +66,11 @@ class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
         """The lines of the simulations that failed."""
         return [line for line in self.lines if line.failure is not None]
 
+    @property
+    def all_failed(self) -> bool:
+        """True if no simulation succeeded."""
+        return len(self.failures) == len(self.lines)
+
 
 def prepare(sweep: Sweep) -> Prepared:
     """Find all objects that a sweep names, and check all values.
