@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING
 from itertools import chain
@@ -89,6 +90,25 @@ def test_the_first_line_of_a_help_names_every_argument(
 ) -> None:
     main([name, "--help"])
     assert capsys.readouterr().out.startswith(f"Usage: moesched {name} {usage}\n")
+
+
+def test_the_help_names_every_command_with_an_exit_code_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["--help"])
+    _, _, codes = capsys.readouterr().out.partition("Exit codes: ")
+    functions = list(chain(*COMMANDS.values()))
+    own = [each.__name__ for each in functions if re.search("xit code (is )?1 if", each.__doc__ or "")]
+    assert own == ["sweep", "check", "doctor"]
+    assert all(name in codes for name in own)
+
+
+@pytest.mark.parametrize(("name", "page"), [("explain", True), ("compare", True), ("reproduce", False)])
+def test_only_where_a_command_writes_a_page_its_help_offers_one(
+    name: str, page: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([name, "--help"])
+    assert (".html" in capsys.readouterr().out) is page
 
 
 @pytest.mark.parametrize(

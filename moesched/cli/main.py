@@ -63,8 +63,8 @@ EPILOGUE = paragraphs(
     "`moesched run --help` explains a command. KB, MB and GB are powers of 1000; KiB, MiB and GiB of 1024.",
     "With --traceback any command shows all frames of an error, and not only those of your policy.",
     "Results go to standard output, progress and logs to standard error. MOESCHED_LOG=info shows more logs.",
-    "Exit codes: 0 done; 1 the run began and failed; 2 bad input, and one line gives the remedy; 128 and the "
-    "signal's number if a signal ended it, such as 130 for Ctrl-C.",
+    "Exit codes: 0 done; 1 the run began and failed, or check, doctor or sweep found a failure; 2 bad input, and one "
+    "line gives the remedy; 128 and the signal's number if a signal ended it, such as 130 for Ctrl-C.",
 )
 
 COMMANDS = {

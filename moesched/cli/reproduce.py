@@ -47,7 +47,9 @@ def reproduce(
         Path | None,
         Option("Folder for a picture of each section, as PNG and SVG.", "DIR", group=OUTPUT),
     ] = None,
-    report: options.ReportFile = None,
+    report: Annotated[
+        Path | None, Option("Write the report to a file, as JSON.", "OUT", group=OUTPUT, writes="report")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Compare a paper's figures with those of our schedules on the virtual clock, cell by cell.
