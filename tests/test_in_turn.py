@@ -10,6 +10,7 @@ from benchmarks.fidelity import fidelity
 from benchmarks.fidelity._fidelity_tables import claims, tables
 from benchmarks.shared.in_turn import Calibration, InTurn, Run, Taken, steadiest, taken_of
 from benchmarks.shared.memory_rate import at_one_rate
+from benchmarks.shared.pairs import in_turns
 from moesched.machines import load_machine
 
 FAST, SLOW = 75.0, 48.0
@@ -170,3 +171,14 @@ def test_a_calibration_during_which_memory_changed_its_rate_is_made_again(
     chosen = steadiest(lambda: next(left), lambda: next(left))
     assert chosen is all_of_them[kept]
     assert len(calibrations) - len([*left]) == made
+
+
+def test_each_of_two_trees_goes_first_in_every_other_round_and_the_first_round_does_not_count() -> None:
+    calls: list[str] = []
+
+    def measure(tree: str, row: str) -> int:
+        calls.append(f"{row} {tree}")
+        return len(calls)
+
+    assert in_turns(measure, "before", "now", ["a"], range(3)) == {"a": [(4, 3), (5, 6), (8, 7)]}
+    assert calls[2:6] == ["a now", "a before", "a before", "a now"]

@@ -15,21 +15,23 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.peers.against_peers import MODEL, budget_of
-from benchmarks.peers.comparison import RESIDENT, STREAMED, Case, equal_tokens, seconds_of
+from benchmarks.peers.comparison import RESIDENT, STREAMED, Case, seconds_of
 from benchmarks.peers.environment import Peer
+from benchmarks.peers.protocol import Message
 from benchmarks.peers.registry import OURS, ours
-from benchmarks.peers.rounds import Field, turned
+from benchmarks.peers.rounds import Contestant, Field
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most, none_of
 from benchmarks.shared.kept_models import kept_model
 from benchmarks.shared.older_tree import checkout, variables
-from benchmarks.shared.pairs import Pairs, compared, starts_of
+from benchmarks.shared.pairs import Pairs, compared_rows, in_turns, starts_of
 from benchmarks.shared.reading import warm
 from benchmarks.shared.small_shape import small_shape
 from moesched.models.checkpoint import open_checkpoint
@@ -37,20 +39,17 @@ from moesched.models.checkpoint import open_checkpoint
 BEFORE = "before"
 SLOWEST = 0.98
 PHASES = ("prefill", "decode")
+SMALL = "small"
+Answers = list[tuple[Message, Message]]
+"""Those to a request, before and now, in the rounds of one start."""
 
 
 class Part(NamedTuple):
-    """Requests to a peer.
-
-    Attributes:
-        limited: whether weights may take 40 % of their bytes.
-        small: whether the model's matrices are small.
-    """
+    """Requests to a peer; `limited` if weights may take 40 % of their bytes."""
 
     peer: Peer
     cases: tuple[Case, ...]
     limited: bool = False
-    small: bool = False
 
 
 PARTS = {
@@ -58,10 +57,8 @@ PARTS = {
     "page_cache": Part(
         OURS._replace(settings=ours("expert_streaming", "lru_offload", direct=False)), STREAMED, limited=True
     ),
-    "small": Part(OURS, (Case(1, 128, 40),), small=True),
+    SMALL: Part(OURS, (Case(1, 128, 40),)),
 }
-HOST = "small, resident, batch 1, prompts of 128, decode"
-"""The row of the host's own time."""
 
 
 def claims(result: Result) -> Iterator[Claim]:
@@ -74,7 +71,8 @@ def claims(result: Result) -> Iterator[Claim]:
     yield at_most(
         f"batch jobs, seconds over those of commit {before}: median row", middle, 1 / SLOWEST, "{:.3f}"
     )
-    host = result["rows"][HOST]["ratio"]
+    of_small = {name: row["ratio"] for name, row in result["rows"].items() if name.startswith(SMALL)}
+    [host] = [ratio for name, ratio in of_small.items() if name.endswith("decode")]
     yield at_most(f"the host's own time in a decode step over that of commit {before}", host, 1.0, "{:.3f}")
     words = f"batch jobs with other tokens than commit {before}"
     yield none_of(words, result["other_tokens"], result["requests"])
@@ -87,64 +85,58 @@ BENCHMARK.parser.add_argument("before", nargs="?", default="HEAD", help="the old
 
 
 class Jobs:
-    """Both trees' answers to the requests of a part."""
+    """The requests of a part, which both trees answer."""
 
-    def __init__(self, name: str, models: Mapping[bool, Path], tree: Path) -> None:
-        self._name, part = name, PARTS[name]
-        model = models[part.small]
-        self._peers = [part.peer, part.peer._replace(name=BEFORE, environment=variables(tree))]
-        self._arguments = [str(model), *([str(budget_of(model))] if part.limited else [])]
+    def __init__(self, part: str, model: Path, tree: Path) -> None:
+        self._peer, cases, limited = PARTS[part]
+        self._before = self._peer._replace(name=BEFORE, environment=variables(tree))
+        self._arguments = [str(model), *([str(budget_of(model))] if limited else [])]
         vocabulary = open_checkpoint(model).config.vocabulary
-        self._requests = {case: case.request(vocabulary) for case in part.cases}
-        self.pairs: dict[str, list[Pairs]] = defaultdict(list)
-        self.requests: set[str] = set()
-        self.different: set[str] = set()
+        self._requests = {
+            f"{part}, {setting}, {case.name}": (setting, case.request(vocabulary))
+            for case, setting in product(cases, self._peer.settings)
+        }
 
-    def start(self, rounds: range) -> None:
-        """Run some rounds with new processes, which have run each request once before."""
-        pairs: dict[str, Pairs] = defaultdict(list)
-        with Field(self._peers, *self._arguments) as field:
-            for number in [rounds.start, *rounds]:
-                for case in self._requests:
-                    self._round(case, field, number, pairs)
-        for row, found in pairs.items():
-            self.pairs[row].append(found[1:])
+    def answers(self, rounds: range) -> dict[str, Answers]:
+        """By request, those of some rounds, from new processes, which have answered each request once before."""
+        with Field([self._before, self._peer], *self._arguments) as field:
 
-    def _round(self, case: Case, field: Field, number: int, pairs: dict[str, Pairs]) -> None:
-        for setting in self._peers[0].settings:
-            both = [each for each in field.contestants() if each.setting == setting]
-            answers = {each.peer: field.ask(each, self._requests[case]) for each in turned(both, number)}
-            now, before = (answers[peer.name] for peer in self._peers)
-            name = f"{self._name}, {setting}, {case.name}"
-            self.requests.add(name)
-            tokens = equal_tokens(now["tokens"], before["tokens"])
-            if tokens["equal_until_the_first_difference"] < tokens["tokens"]:
-                self.different.add(name)
-            for phase in PHASES[: case.new_tokens]:  # one token takes no decode step
-                pairs[f"{name}, {phase}"].append((seconds_of(phase, before), seconds_of(phase, now)))
+            def ask(peer: Peer, name: str) -> Message:
+                setting, request = self._requests[name]
+                return field.ask(Contestant(peer.name, setting, peer.settings[setting]), request)
+
+            return in_turns(ask, self._before, self._peer, self._requests, rounds)
+
+
+def seconds_by_row(answers: Mapping[str, Sequence[Answers]]) -> dict[str, list[Pairs]]:
+    """Seconds before and now of each phase of each request, of which one token has no decode step."""
+    return {
+        f"{name}, {phase}": [
+            [(seconds_of(phase, a), seconds_of(phase, b)) for a, b in start] for start in starts
+        ]
+        for name, starts in answers.items()
+        for phase in (PHASES if starts[0][0][0]["step_seconds"] else PHASES[:1])
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure in turns, print a line for each row, and return 1 if a bar is missed."""
     options = BENCHMARK.parse(arguments)
-    rows: dict[str, Any] = {}
+    answers: dict[str, list[Answers]] = defaultdict(list)
     with checkout(options.before) as tree, TemporaryDirectory() as folder:
-        models = {False: kept_model(MODEL), True: kept_model(small_shape(MODEL), Path(folder) / "small")}
-        warm(models[False])
-        jobs = [Jobs(part, models, tree) for part in options.only]
-        turns = [(each, rounds) for rounds in starts_of(options.rounds) for each in jobs]
-        for each, rounds in track(turns, "measuring", still=True):
-            each.start(rounds)
-    for each in jobs:
-        rows.update({name: compared(starts)._asdict() for name, starts in each.pairs.items()})
-    for name, row in rows.items():
-        print(f"{name:60} {row['ratio']:.3f}  ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})")
+        large, small = kept_model(MODEL), kept_model(small_shape(MODEL), Path(folder) / SMALL)
+        warm(large)
+        jobs = [Jobs(part, small if part == SMALL else large, tree) for part in options.only]
+        for rounds, each in track([*product(starts_of(options.rounds), jobs)], "measuring", still=True):
+            for name, found in each.answers(rounds).items():
+                answers[name].append(found)
+    different = [any(a["tokens"] != b["tokens"] for a, b in chain(*starts)) for starts in answers.values()]
     return BENCHMARK.write(
         {
             "before": options.before,
-            "rows": rows,
-            "requests": sum(len(each.requests) for each in jobs),
-            "other_tokens": sum(len(each.different) for each in jobs),
+            "rows": compared_rows(seconds_by_row(answers)),
+            "requests": len(different),
+            "other_tokens": sum(different),
         }
     )
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, none_of
 from benchmarks.record.results import ROOT
 from benchmarks.shared.older_tree import checkout, prepared
-from benchmarks.shared.pairs import Pairs, compared, starts_of
+from benchmarks.shared.pairs import Pairs, compared_rows, in_turns, starts_of
 from benchmarks.speed.engine import MACHINE, PAGE_BYTES, REAL, VIRTUAL
 
 PROBE = Path(__file__).with_name("_engine_probe.py")
@@ -68,32 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure in turns, print a line for each row, and return 1 if one is surely more than 3 % slower."""
     options = BENCHMARK.parse(arguments)
     pairs: dict[str, list[Pairs]] = {row: [] for row in options.only}
+    turns = [*product(starts_of(options.rounds), options.only)]
     with checkout(options.before) as old, prepared(ROOT) as new:
-        for numbers, row in track(
-            [*product(starts_of(options.rounds), options.only)], "measuring", still=True
-        ):
-            pairs[row].append(measured_in_turns(Tree(old), Tree(new), row, numbers))
-    figures = {row: compared(pairs[row]) for row in options.only}
-    for row, figure in figures.items():
-        low, high = figure.interval
-        print(f"{row:40} {figure.ratio:.3f}  ({low:.3f} to {high:.3f})")
-    return BENCHMARK.write(
-        {"before": options.before, "rows": {row: figure._asdict() for row, figure in figures.items()}}
-    )
-
-
-def measured_in_turns(before: Tree, after: Tree, row: str, numbers: Iterable[int]) -> Pairs:
-    """A row's figures in some rounds, from two processes that are warmed up by it once, and then closed."""
-    pairs = []
-    for tree in (before, after):
-        tree.measure(row)
-    for number in numbers:
-        turns = (before, after) if number % 2 else (after, before)
-        measured = {tree: tree.measure(row) for tree in turns}
-        pairs.append((measured[before], measured[after]))
-    for tree in (before, after):
-        tree.close()
-    return pairs
+        for rounds, row in track(turns, "measuring", still=True):
+            with closing(Tree(old)) as before, closing(Tree(new)) as now:
+                pairs[row].append(in_turns(Tree.measure, before, now, [row], rounds)[row])
+    return BENCHMARK.write({"before": options.before, "rows": compared_rows(pairs)})
 
 
 if __name__ == "__main__":
