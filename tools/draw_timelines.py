@@ -75,7 +75,7 @@ ALL = (
         policies={
             "ep_naive": "ep_naive: two exchanges per layer",
             "ep_busy_full": "ep_busy_full: one exchange, every expert runs",
-            "ep_router_aided": "ep_router_aided: one exchange, chosen experts run",
+            "ep_router_aided": "ep_router_aided: one exchange, each node runs equally many experts",
             "ep_balanced": "ep_balanced: more copies, the least loaded node runs",
         },
         lanes=("accelerator", "network"),
