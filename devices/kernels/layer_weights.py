@@ -19,6 +19,7 @@ from .seam import COLUMNS, PACKED, ROWS, Operation
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
 A = TypeVar("A", bound=ctypes.Structure)
+_PARTS = (*EXPERT_PARTS, *PARTS_OF_SOME)
 Held = list["array[int] | array[float] | Tensor"]
 """Arrays and tensors that a native call's arguments point to."""
 
@@ -54,8 +55,7 @@ class Weights(KernelWeights[Any]):
     def expert(self, number: int | None) -> Weights:
         """Return an expert's matrices and biases by names such as "gate"; `number` is None for the shared expert."""
         prefix = "shared_" if number is None else f"experts.{number}."
-        names = {part: prefix + part for part in (*EXPERT_PARTS, *PARTS_OF_SOME)}
-        return self._part(prefix, {part: name for part, name in names.items() if name in self})
+        return self._part(prefix, {part: name for part in _PARTS if (name := prefix + part) in self})
 
     def matrix(self, name: str) -> Weights:
         """Return weights with only the matrix `name`, renamed to "matrix": the weights of the operation "product"."""

@@ -22,11 +22,12 @@ class NativeExpert(NativeKernel):
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         network, held = case.network, Held()
         blocks = weights["gate_up" if "gate_up" in weights else "gate"]
-        outputs = len(blocks[0]) if lies_transposed(weights) else sum(map(len, blocks))
+        transposed = lies_transposed(weights)
+        outputs = len(blocks[0]) if transposed else sum(map(len, blocks))
         expert = OneExpert(
             width=outputs // 2 if "gate_up" in weights else outputs,
-            kind=expert_kind(network, lies_transposed(weights)),
-            weights=expert_weights(weights, held),
+            kind=expert_kind(network, transposed),
+            weights=expert_weights(weights, transposed, held),
         )
         return self._threads.bound_expert(expert, [weights, held])
 

@@ -83,9 +83,10 @@ class Preparation:
         if "router" in weights:
             layer.router = _held(weights["router"], held)
         experts = [weights.expert(number) for number in range(network.experts)]
-        layer.kind = expert_kind(network, any(map(lies_transposed, experts)))
-        layer.expert_weights = _held_experts(experts, held)
-        layer.shared_weights = _held_experts([weights.expert(None)], held)
+        transposed = lies_transposed(experts[0] if experts else weights.expert(None))  # all are stored alike
+        layer.kind = expert_kind(network, transposed)
+        layer.expert_weights = _held_experts(experts, transposed, held)
+        layer.shared_weights = _held_experts([weights.expert(None)], transposed, held)
         return layer
 
     def head(self, weights: Weights, held: Held) -> Head:
@@ -116,29 +117,34 @@ def lies_transposed(expert: Weights) -> bool:
     return any(format_of(block) == COLUMNS for name in EXPERT_MATRICES for block in expert.get(name, ()))
 
 
-def expert_weights(expert: Weights, held: Held) -> ExpertWeights:
-    """Return an expert's matrices and biases for C; `held` receives the arrays and tensors that C reads."""
-    transposed, described = lies_transposed(expert), ExpertWeights()
+def expert_weights(expert: Weights, transposed: bool, held: Held) -> ExpertWeights:
+    """Return an expert's matrices and biases for C.
+
+    Args:
+        transposed: True if matrices are stored transposed.
+        held: list to which the arrays and tensors that C reads are appended.
+    """
+    described = ExpertWeights()
     for name in EXPERT_MATRICES:
         if name not in expert:
             continue
         field = "gate" if name == "gate_up" else name
-        setattr(
-            described, field, _held([block.T for block in expert[name]] if transposed else expert[name], held)
-        )
+        blocks = [block.T for block in expert[name]] if transposed else expert[name]
+        setattr(described, field, _held(blocks, held))
         if f"{name}_bias" in expert:
             setattr(described, f"{field}_bias", _held_bias(expert[f"{name}_bias"], held))
     return described
 
 
-def _held_experts(experts: Sequence[Weights], held: Held) -> int | None:
+def _held_experts(experts: Sequence[Weights], transposed: bool, held: Held) -> int | None:
     """Return the address of an array with the weights of several experts for C; None if an expert lacks a matrix.
 
     held: list to which the arrays are appended; the caller keeps it as long as C uses them.
     """
     if not all("down" in expert and ("up" in expert or "gate_up" in expert) for expert in experts):
         return None
-    return _kept(array("q", b"".join(bytes(expert_weights(expert, held)) for expert in experts)), held)
+    described = (bytes(expert_weights(expert, transposed, held)) for expert in experts)
+    return _kept(array("q", b"".join(described)), held)
 
 
 def _held_bias(bias: Sequence[Tensor], held: Held) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
+from functools import cache, partial
 
 import torch
 
@@ -138,13 +137,19 @@ def _outputs(blocks: Blocks) -> int:
 
 def matrix_of(blocks: Blocks) -> array[int]:
     """Describe a matrix for C (`Matrix`): its format's number, then address and number of rows of each row block."""
-    [stored] = {_format(block) for block in blocks}
-    addresses = ((rows_of(block).data_ptr(), len(block)) for block in blocks)
-    return array("q", [formats().index(stored), *chain(*addresses)])
+    known = _numbers_of_formats()
+    [number] = {known[block.format.name if isinstance(block, CodedRows) else block.dtype] for block in blocks}
+    matrix = [number]
+    for block in blocks:
+        rows_ND = rows_of(block)
+        matrix += rows_ND.data_ptr(), rows_ND.size(0)  # `len` of a tensor takes longer
+    return array("q", matrix)
 
 
-def _format(block: Block) -> str:
-    return block.format.name if isinstance(block, CodedRows) else str(block.dtype).removeprefix("torch.")
+@cache
+def _numbers_of_formats() -> dict[str | torch.dtype, int]:
+    """Return C's numbers of storage formats, by name; those of plain numbers by dtype."""
+    return {getattr(torch, name, name): number for number, name in enumerate(formats())}
 
 
 def numbers(count: int) -> array[int]:

@@ -28,7 +28,7 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 3
     seconds: float = 0.025
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 256)
-    matrices: tuple[tuple[int, int], ...] = ((640, 1536), (1920, 2560))
+    matrices: tuple[tuple[int, int], ...] = ((640, 1536), (1920, 2560), (8192, 2560))
     copies: tuple[int, ...] = (1 << 14, 1 << 20, 1 << 24)
     reads: tuple[int, ...] = tuple(1 << power for power in (16, 18, 20, 22, 24, 25))
     pieces: tuple[int, ...] = (1, 2, 8)
