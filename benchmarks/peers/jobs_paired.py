@@ -71,9 +71,10 @@ def claims(result: Result) -> Iterator[Claim]:
     yield at_most(
         f"batch jobs, seconds over those of commit {before}: median row", middle, 1 / SLOWEST, "{:.3f}"
     )
-    of_small = {name: row["ratio"] for name, row in result["rows"].items() if name.startswith(SMALL)}
-    [host] = [ratio for name, ratio in of_small.items() if name.endswith("decode")]
-    yield at_most(f"the host's own time in a decode step over that of commit {before}", host, 1.0, "{:.3f}")
+    for name, row in result["rows"].items():
+        if name.startswith(SMALL) and name.endswith("decode"):
+            words = f"the host's own time in a decode step over that of commit {before}"
+            yield at_most(words, row["ratio"], 1.0, "{:.3f}")
     words = f"batch jobs with other tokens than commit {before}"
     yield none_of(words, result["other_tokens"], result["requests"])
 

@@ -80,6 +80,8 @@ class KVStep:
         self, sequences: Sequence[int], growths: Sequence[Growth], block_size: int, indices: Indices
     ) -> None:
         self.sequences = tuple(sequences)
+        self.past: tuple[int, ...]
+        self.new: tuple[int, ...]
         self.past, self.new, _, kept = zip(*growths, strict=True) if growths else ((),) * 4
         self.one_each = self.new.count(1) == len(self.new)
         self.in_place = kept.count(None) == len(kept)

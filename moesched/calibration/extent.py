@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import msgspec
 
 from moesched.models.config import DType, ModelConfig
@@ -18,7 +21,8 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
         rounds: number of times that each operation is measured; the median counts.
         seconds: time to spend on each operation in each round.
         rows: numbers of rows in matrix products.
-        matrices: (outputs, inputs) of the matrices in these products.
+        matrices: (outputs, inputs) of the matrices in these products, by dtype. In float32, a product with large coded
+            matrices takes a tenth of a second.
         copies, reads: bytes of each copy and of each read from the disk.
         pieces: numbers of reads in one transfer.
         stream: bytes of a pass over memory.
@@ -28,7 +32,12 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 3
     seconds: float = 0.025
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 256)
-    matrices: tuple[tuple[int, int], ...] = ((640, 1536), (1920, 2560), (8192, 2560))
+    matrices: Mapping[DType, tuple[tuple[int, int], ...]] = MappingProxyType(
+        {
+            "bfloat16": ((640, 1536), (1920, 2560), (8192, 2560)),
+            "float32": ((640, 1536), (1920, 2560)),
+        }
+    )
     copies: tuple[int, ...] = (1 << 14, 1 << 20, 1 << 24)
     reads: tuple[int, ...] = tuple(1 << power for power in (16, 18, 20, 22, 24, 25))
     pieces: tuple[int, ...] = (1, 2, 8)

@@ -101,8 +101,8 @@ class OperationTimes:
         """Yield the measurements of one round as steps; each step returns a function that records the times."""
         yield self._memory
         yield self._reads
-        for dtype in DTYPES:
-            for matrix in self._extent.matrices:
+        for dtype, matrices in self._extent.matrices.items():
+            for matrix in matrices:
                 yield partial(self._products, dtype, matrix)
                 if self._probe.packs(dtype):
                     yield partial(self._products, dtype, matrix, packed=True)
