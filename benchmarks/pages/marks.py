@@ -30,7 +30,7 @@ def _list(found: Iterable[Result]) -> None:
         about["command"]
         for each in found
         if each.machine is None or each.file.stem == named_for_machine(each.file.stem.split("-")[0])
-        for about in each.has.get("parts", {"": each.has}).values()
+        for about in each.parts
     ]
     print("".join(f"{command}\n" for command in dict.fromkeys(commands)), end="")
 

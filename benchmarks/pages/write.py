@@ -6,7 +6,7 @@ name; a page that is named as a result, such as reproduce-twiddler.md, has the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,13 +42,23 @@ class Result(NamedTuple):
     @property
     def date(self) -> str:
         """The day on which its figures were measured; the earliest where its parts have several."""
-        parts = self.has.get("parts", {"": self.has}).values()
-        return min(str(each["date"]) for each in parts)
+        return min(str(each["date"]) for each in self.parts)
+
+    @property
+    def commits(self) -> str:
+        """The commit at which its figures were measured; several where its parts have."""
+        return ", ".join(dict.fromkeys(each.get("commit", "") for each in self.parts))
+
+    @property
+    def parts(self) -> Collection[dict[str, Any]]:
+        """What is said of each part that is measured by itself; of the whole where there are none."""
+        found: dict[str, dict[str, Any]] = self.has.get("parts", {"": self.has})
+        return found.values()
 
     @property
     def about(self) -> dict[str, str]:
         """Columns beside a figure."""
-        return {"machine": self.machine or "any", "commit": self.has.get("commit", "")}
+        return {"machine": self.machine or "any", "commit": self.commits}
 
     def claims(self) -> Iterator[Claim]:
         """Its claims."""
@@ -68,7 +78,7 @@ class Result(NamedTuple):
         about = self.has.get("parts", {}).get(name, self.has)
         here = self.has["machine"]
         where = here.get("description") or f"{self.machine}, {here['cores']} cores, Python {here['python']}"
-        at = f", at commit {self.has['commit']}" if self.of_a_version else ""
+        at = f", at commit {about.get('commit', self.commits)}" if self.of_a_version else ""
         return f"{where}{at}: `{about['command']}`\n\n{lines}\n"
 
 
