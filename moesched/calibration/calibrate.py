@@ -73,7 +73,7 @@ class CalibrationOptions(Options):
     thorough: Annotated[
         bool,
         Option(
-            "Whether to measure for three to four minutes instead of half a minute. A quick calibration scales costs "
+            "Whether to measure for three to seven minutes instead of half a minute. A quick calibration scales costs "
             "in float32 from those in bfloat16, and measures fewer points."
         ),
     ] = False

@@ -148,7 +148,7 @@ THOROUGH = CalibrationExtent(
     },
     repeats=12,
 )
-"""The thorough extent; it takes three to four minutes on two cores."""
+"""The thorough extent; it takes three to seven minutes on two cores."""
 
 QUICK = CalibrationExtent(
     name="quickly",

@@ -41,7 +41,7 @@ def calibrate(
         Option("The device to measure: torch, this machine without a GPU, or cuda, with one."),
     ] = "torch",
     thorough: Annotated[
-        bool, Option("Measure both dtypes at more points; takes three to four minutes.")
+        bool, Option("Measure both dtypes at more points; takes three to seven minutes.")
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -49,7 +49,7 @@ def calibrate(
 
     Predictions for any model, policy and budget use this file. A calibration takes about half a minute: it measures
     costs in bfloat16, estimates costs in float32 by scaling, and times products with coded weights. With --thorough it
-    measures both dtypes, takes three to four minutes, and is more exact. Close other programs if you can. Ctrl-C keeps
+    measures both dtypes, takes three to seven minutes, and is more exact. Close other programs if you can. Ctrl-C keeps
     the old file.
 
     With --device cuda it measures the GPU and its host instead: matrix products by number of rows, copies of pages
