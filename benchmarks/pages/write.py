@@ -51,7 +51,7 @@ class Result(NamedTuple):
 
     @property
     def parts(self) -> Collection[dict[str, Any]]:
-        """Command, date and commit of each part that is measured by itself; those of the whole where there are no parts."""
+        """Command, date and commit of each part that is measured by itself, or of the whole if there are no parts."""
         found: dict[str, dict[str, Any]] = self.has.get("parts", {"": self.has})
         return found.values()
 
