@@ -255,15 +255,15 @@ def check_parts(native: NativeKernels, config: ModelConfig, weights: Weights) ->
 
     memory = Workspace(7)
     projected_TD = kernels.bound("output_projection", weights, memory)(attended_TX, hidden_TD)
-    x_TD, experts_Tk, weights_Tk, _ = kernels.bound("route", weights, memory)(projected_TD)
-    rows = ExpertRows(x_TD, experts_Tk, weights_Tk, config.routed)
+    routed = kernels.bound("route", weights, memory)(projected_TD)
+    rows, experts_Tk = ExpertRows(routed, config.routed), routed.experts_Tk
     expected = experts_Tk.flatten().bincount(minlength=config.routed.experts).tolist()
     for expert, (x_nD, y_nD) in enumerate(
         zip(rows.x_nD.split(expected), rows.y_nD.split(expected), strict=True)
     ):
         kernels.expert(weights, expert, len(x_nD))[1](x_nD, y_nD)
     if rows.shared is not None:
-        kernels.expert(weights, None, 7)[1](x_TD, rows.shared.y_nD)
+        kernels.expert(weights, None, 7)[1](routed.x_TD, rows.shared.y_nD)
     apart = kernels.combine(memory)(*rows.outputs(), projected_TD)
 
     assert torch.equal(together, apart)

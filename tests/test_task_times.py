@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -44,7 +44,7 @@ def task(
         amount = (
             OPERATIONS.attention([(1, 4)] * tokens)
             if verb in ("attention", "cpu_attention")
-            else getattr(OPERATIONS, verb)(tokens)
+            else getattr(OPERATIONS, "expert" if verb == "run_expert" else verb)(tokens)
         )
         work = Work(verb, "cpu", amount.flops, amount.nbytes, tokens, amount.parts)
     made = kind(lane, work, verb, layer, 0, -1, None, step, generated=step)
@@ -55,7 +55,7 @@ def task(
     return made
 
 
-def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
+def costs(tasks: Sequence[Task]) -> dict[str, CostPoint]:
     times = TaskTimes()
     times.add_resident(FEW, tasks)
     return {point.operation: point for point in times.points()}
@@ -126,6 +126,14 @@ def test_the_router_within_a_layers_second_half_is_a_product_and_experts_share_t
     experts = found["resident experts"]
     assert experts.seconds == pytest.approx((1 - router.seconds - 0.125) / used, rel=1e-3)
     assert experts.rows == pytest.approx(8 / used, rel=1e-3)
+
+
+def test_an_await_takes_the_time_from_routing_to_the_first_expert_but_not_that_of_its_dispatch() -> None:
+    times = TaskTimes()
+    times.add_gaps([task("pre_attention", 0, 1), task("attention", 1.25, 2)])
+    times.add_resident(FEW, [task("route", 2, 3), task("run_expert", 4, 5), task("run_expert", 5, 6)])
+    found = {point.operation: point.seconds for point in times.points()}
+    assert (found["dispatch"], found["await"]) == (0.25, 0.75)
 
 
 def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -> None:

@@ -101,6 +101,28 @@ def test_a_reader_starts_at_the_moment_at_which_its_writer_ends() -> None:
     assert clock.spans() == {"fetch": (0, 2), "matmul": (2, 3)}
 
 
+@pytest.mark.parametrize("sharing", [False, True])
+def test_what_a_policy_submits_after_an_await_starts_later_by_the_time_that_the_await_takes(
+    sharing: bool,
+) -> None:
+    clock = Clock("gpu", "link", after_await=500_000_000, sharing=sharing)
+
+    async def policy() -> None:
+        routed = clock.engine.submit(clock.kernel("gpu", 2, "route"))
+        clock.engine.submit(clock.kernel("link", 3, "fetch"))
+        await routed
+        for name in ("expert", "other expert"):
+            clock.engine.submit(clock.kernel("gpu", 1, name))
+
+    clock.driver.run(policy())
+    assert clock.spans() == {
+        "route": (0, 2),
+        "fetch": (0, 3),
+        "expert": (2.5, 3.5),
+        "other expert": (3.5, 4.5),
+    }
+
+
 def test_awaiting_a_handle_gives_its_value_at_the_moment_of_its_end() -> None:
     clock = Clock("gpu", perform={Decision: lambda task: {3: 5}})
     seen = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +12,10 @@ from moesched.models.networks import SUM_EPSILON, Activation, FeedForward, Route
 
 from ..products.linear import Blocks, Tensor, linear
 from .functions import tiles_of
+from .seam import ExpertOrder
 
 ACTIVATED_ROWS = 64
 """Rows of a limited activation that are computed in float32 at a time, to bound the memory."""
-
-
-class ExpertOrder(NamedTuple):
-    """The rows of experts' inputs, sorted by expert, then by token: one for each pair of token and chosen expert.
-
-    Attributes:
-        tokens_n: the token of each row.
-        rows_Tk: the row of each pair.
-    """
-
-    tokens_n: Tensor
-    rows_Tk: Tensor
 
 
 def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) -> Tensor:

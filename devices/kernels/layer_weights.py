@@ -55,7 +55,9 @@ class Weights(KernelWeights[Any]):
     def expert(self, number: int | None) -> Weights:
         """Return an expert's matrices and biases by names such as "gate"; `number` is None for the shared expert."""
         prefix = "shared_" if number is None else f"experts.{number}."
-        return self._part(prefix, {part: name for part in _PARTS if (name := prefix + part) in self})
+        return self._parts.get(prefix) or self._part(
+            prefix, {part: name for part in _PARTS if (name := prefix + part) in self}
+        )
 
     def matrix(self, name: str) -> Weights:
         """Return weights with only the matrix `name`, renamed to "matrix": the weights of the operation "product"."""

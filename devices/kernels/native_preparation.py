@@ -11,7 +11,7 @@ import torch
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.networks import FeedForward
 
-from ..native.arguments import ExpertKind, ExpertWeights, Head, Inputs, Layer, Norm
+from ..native.arguments import ExpertKind, ExpertWeights, Head, Inputs, Layer, Norm, Output
 from ..native.kernels import address, matrix_of
 from .expert_functions import router_biases
 from .layer_weights import Blocks, Held, Tensor, Weights, format_of
@@ -53,6 +53,19 @@ class Preparation:
             inputs.query_norm, inputs.query_normed = self._norm(query, "rms"), len(query)
             inputs.key_norm, inputs.key_normed = self._norm(key, "rms"), len(key)
         return inputs
+
+    def output(self, weights: Weights, held: Held) -> Output:
+        """Return the arguments of C's `moesched_output_projection`; `held` receives their arrays."""
+        assert weights.layer is not None, "they are of a layer"
+        output = Output(
+            hidden=self._config.hidden,
+            attended_width=weights.layer.attention.attended_width,
+            residual_factor=self._config.residual_factor,
+            output_weights=_held(weights["o"], held),
+        )
+        if "o_bias" in weights:
+            output.output_bias = _held_bias(weights["o_bias"], held)
+        return output
 
     def layer(self, weights: Weights, held: Held) -> Layer:
         """Return the arguments of C's `moesched_route` and `moesched_moe_layer`; `held` receives their arrays."""

@@ -5,6 +5,7 @@ Roundings to bfloat16 are where torch has them: after each product, norm, rotati
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 
 from moesched.models.networks import FeedForward
 
-from ..native.arguments import Inputs, Layer
+from ..native.arguments import Inputs, Layer, Output
 from ..native.compiled import library
 from ..native.kernels import address, no_memory, numbers
 from .layer_weights import Tensor, Weights
@@ -21,7 +22,7 @@ from .native_ends import NATIVE_ENDS
 from .native_experts import NATIVE_EXPERTS, unknown_experts
 from .native_kernel import BFLOAT16, NativeMemoryKernel, hidden_states
 from .native_products import MOST_COLUMN_ROWS, NATIVE_PRODUCTS
-from .seam import COLUMNS, Bound, Case, RouterOutput
+from .seam import COLUMNS, Bound, Case, ExpertOrder, RouterOutput
 from .workspace import Workspace
 
 
@@ -72,6 +73,28 @@ class _AttentionInputs:
         return self._qkv
 
 
+class NativeOutputProjection(NativeMemoryKernel):
+    """Projects attention's output to the hidden size, and adds the residual."""
+
+    operation = "output_projection"
+
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
+        projected_TD = memory.tensor("projected", memory.rows, self._config.hidden, dtype=BFLOAT16)
+        output = weights.arguments(Output, self._prepare.output)
+        output.tokens, output.projected = memory.rows, projected_TD.data_ptr()
+        run = self._bound(library().moesched_output_projection, output)
+        return partial(_project, run, output, projected_TD)
+
+
+def _project(
+    run: Callable[[], int], output: Output, projected_TD: Tensor, attended_TX: Tensor, residual_TD: Tensor
+) -> Tensor:
+    output.attended, output.residual = attended_TX.data_ptr(), residual_TD.data_ptr()
+    if run():
+        raise no_memory()
+    return projected_TD
+
+
 class NativeRoute(NativeMemoryKernel):
     """Normalises hidden states, computes the router's logits, and chooses each token's experts with their weights."""
 
@@ -82,12 +105,15 @@ class NativeRoute(NativeMemoryKernel):
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.output_weights = memory.rows, None
         scores_TE = _write_choices(layer, choices, memory, case)
+        counts, order = numbers(case.network.experts), order_in(memory, case.network)
+        layer.counts = address(counts)
+        layer.sorted, layer.rows = (each.data_ptr() for each in order)
         run = self._bound(library().moesched_route, layer)
-        return partial(_route, run, layer, choices, scores_TE)
+        return partial(_route, run, layer, choices._replace(order=order), (scores_TE, counts))
 
 
 def _route(
-    run: Callable[[], int], layer: Layer, choices: RouterOutput, held: Tensor | None, hidden_TD: Tensor
+    run: Callable[[], int], layer: Layer, choices: RouterOutput, held: object, hidden_TD: Tensor
 ) -> RouterOutput:
     layer.residual = hidden_TD.data_ptr()
     if run():
@@ -214,6 +240,15 @@ def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOu
     )
 
 
+def order_in(memory: Workspace, network: FeedForward) -> ExpertOrder:
+    """Reserve tensors for the order of rows by expert in a micro-batch's memory."""
+    shape = memory.rows, network.top_k
+    return ExpertOrder(
+        memory.tensor("tokens by expert", math.prod(shape), dtype=torch.int64),
+        memory.tensor("rows by expert", *shape, dtype=torch.int64),
+    )
+
+
 def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case: Case) -> Tensor | None:
     """Write the addresses of the tensors for a router's result to the arguments of a native call.
 
@@ -224,9 +259,7 @@ def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case:
         choices: the tensors for the router's result.
         memory: the micro-batch's memory, which also holds the scores.
     """
-    layer.x, layer.chosen, layer.weights, layer.logits = (
-        each.data_ptr() for each in choices if each is not None
-    )
+    layer.x, layer.chosen, layer.weights, layer.logits = (each.data_ptr() for each in choices[:4])
     network = case.network
     if network.router.score == "softmax":
         return None
@@ -237,6 +270,7 @@ def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case:
 
 NATIVE = (
     NativeAttentionInputs,
+    NativeOutputProjection,
     NativeRoute,
     *NATIVE_EXPERTS,
     NativeCombine,

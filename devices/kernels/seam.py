@@ -32,6 +32,18 @@ EXPERT_MATRICES = ("gate", "up", "gate_up", "down")
 """The matrices of an expert; gate_up takes the place of gate and up in some models."""
 
 
+class ExpertOrder(NamedTuple):
+    """The rows of experts' inputs, sorted by expert, then by token: one for each pair of token and chosen expert.
+
+    Attributes:
+        tokens_n: the token of each row.
+        rows_Tk: the row of each pair.
+    """
+
+    tokens_n: Any
+    rows_Tk: Any
+
+
 class RouterOutput(NamedTuple):
     """A router's result for T tokens.
 
@@ -40,12 +52,14 @@ class RouterOutput(NamedTuple):
         experts_Tk: the k experts of each token, ascending integers.
         weights_Tk: the weights of these experts, float32.
         logits_TE: the router's logits, float32; None where another node computed them.
+        order: the rows sorted by expert; None if the kernel does not sort them.
     """
 
     x_TD: Any
     experts_Tk: Any
     weights_Tk: Any
     logits_TE: Any = None
+    order: ExpertOrder | None = None
 
 
 class Operation(NamedTuple):

@@ -122,8 +122,12 @@ class Layer(ctypes.Structure):
         ("router", _POINTER),
         ("kind", ExpertKind),
         *((name, _POINTER) for name in ("expert_weights", "shared_weights", "projected", "x")),
-        *((name, _POINTER) for name in ("logits", "scores", "chosen", "weights", "counts", "out")),
+        *((name, _POINTER) for name in ("logits", "scores", "chosen", "weights", "rows", "sorted", "counts", "out")),
     )
+
+
+class Output(Layer):
+    """The arguments in C of a layer's output projection alone: no other field is set."""
 
 
 class Head(ctypes.Structure):

@@ -16,14 +16,14 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 16
+VERSION = 17
 """The version of the C functions' signatures; a library that returns another version is not used."""
 
 _CALLS = tuple(
     f"moesched_{name}"
     for name in (
         *("embed", "attention_inputs", "attend", "attend_prompts"),
-        *("store", "route", "moe_layer", "expert", "logits"),
+        *("store", "output_projection", "route", "moe_layer", "expert", "logits"),
     )
 )
 """Names of the functions with two parameters: the team of threads, and a pointer to a struct of arguments."""

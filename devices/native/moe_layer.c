@@ -33,6 +33,8 @@ typedef struct {
     float *scores; /* (tokens, experts): their sigmoids; NULL for a softmax */
     int64_t *chosen; /* (tokens, top_k): ascending */
     float *weights; /* (tokens, top_k) */
+    int64_t *rows;   /* (tokens, top_k): of each pair, among the pairs sorted by expert; NULL if they are not wanted */
+    int64_t *sorted; /* (tokens * top_k): the token of each of these rows */
     int64_t *counts; /* rows of each expert */
     uint16_t *out; /* (tokens, hidden) */
 } Layer;
@@ -236,21 +238,28 @@ static void begin_wave(Job *job) {
     phases[DOWN].items = output_items(&job->experts);
 }
 
+/* Sorts the pairs of tokens and experts by expert, then by token: the row of each pair, the token of each row, the number of
+ * rows of each expert, and the row behind its last one. */
+static void sort_pairs(const Layer *layer, int64_t *rows, int64_t *tokens, int64_t *counts, int64_t *ends) {
+    const int64_t pairs = layer->tokens * layer->top_k;
+    int64_t row = 0;
+    for (int64_t e = 0; e < layer->experts; e++) counts[e] = 0;
+    for (int64_t pair = 0; pair < pairs; pair++) counts[layer->chosen[pair]]++;
+    for (int64_t e = 0; e < layer->experts; row += counts[e++]) ends[e] = row;
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        rows[pair] = ends[layer->chosen[pair]]++;
+        tokens[rows[pair]] = pair / layer->top_k;
+    }
+}
+
 /* Sorts the rows, and begins the first wave. */
 static void group_part(void *argument, int64_t first, int64_t last) {
     (void)first, (void)last;
     Job *job = argument;
     const Layer *layer = job->layer;
     const int64_t pairs = layer->tokens * layer->top_k;
-    for (int64_t e = 0; e < layer->experts; e++) layer->counts[e] = 0;
-    for (int64_t pair = 0; pair < pairs; pair++) layer->counts[layer->chosen[pair]]++;
-    int64_t row = 0;
-    for (int64_t e = 0; e < layer->experts; row += layer->counts[e++]) job->ends[e] = row;
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        job->rows[pair] = job->ends[layer->chosen[pair]]++;
-        job->tokens[job->rows[pair]] = pair / layer->top_k;
-    }
-    for (row = pairs; row < rows_of(layer); row++) job->tokens[row] = row - pairs;
+    sort_pairs(layer, job->rows, job->tokens, layer->counts, job->ends);
+    for (int64_t row = pairs; row < rows_of(layer); row++) job->tokens[row] = row - pairs;
     begin_wave(job);
 }
 
@@ -317,17 +326,21 @@ static void combine_part(void *argument, int64_t first, int64_t last) {
 
 static int64_t on_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* The products before the experts, in `memory`; NULL only counts its bytes. */
-static int64_t give_router(Job *job, char *memory) {
+/* The output projection, in `memory`; NULL only counts its bytes. */
+static int64_t give_output(Job *job, char *memory) {
     const Layer *layer = job->layer;
     job->output = factor_of(job->experts.team, 0, layer->tokens, layer->attended_width, layer->hidden, layer->output_weights,
                             layer->output_bias);
+    if (memory) give_memory(&job->output.by_rows, memory);
+    return copied_bytes(&job->output);
+}
+
+/* The products before the experts, in `memory`; NULL only counts its bytes. */
+static int64_t give_router(Job *job, char *memory) {
+    const Layer *layer = job->layer;
+    const int64_t before = give_output(job, memory);
     job->router = product_of(job->experts.team, layer->tokens, layer->hidden, layer->experts, layer->router);
-    const int64_t before = copied_bytes(&job->output);
-    if (memory) {
-        give_memory(&job->output.by_rows, memory);
-        give_memory(&job->router, memory + before);
-    }
+    if (memory) give_memory(&job->router, memory + before);
     return before + placed_bytes(&job->router);
 }
 
@@ -383,16 +396,19 @@ static void add_phase(Task *task, Part part, int64_t items, int64_t least, int64
     task->phase[task->phases++] = (Phase){part, items, least, most, 0};
 }
 
+/* Phases of the output projection; returns the bytes of weights that they read. */
+static int64_t add_output(Task *task, Job *job) {
+    const Layer *layer = job->layer;
+    const Grain outputs = factor_grain(job->experts.team, &job->output);
+    add_phase(task, place_part, layer->attended_width, PLACED_AT_ONCE, layer->attended_width);
+    add_phase(task, project_part, layer->hidden, outputs.least, outputs.most);
+    return factor_bytes(&job->output);
+}
+
 /* Phases up to the choice of experts; returns the bytes of weights that they read. */
 static int64_t add_router(Task *task, Job *job) {
     const Layer *layer = job->layer;
-    int64_t weights = 0;
-    if (layer->output_weights) {
-        add_phase(task, place_part, layer->attended_width, PLACED_AT_ONCE, layer->attended_width);
-        const Grain outputs = factor_grain(job->experts.team, &job->output);
-        add_phase(task, project_part, layer->hidden, outputs.least, outputs.most);
-        weights += factor_bytes(&job->output);
-    }
+    const int64_t weights = layer->output_weights ? add_output(task, job) : 0;
     add_phase(task, norm_part, layer->tokens, 1, 1);
     if (layer->router) {
         add_phase(task, place_normed_part, layer->hidden, PLACED_AT_ONCE, layer->hidden);
@@ -423,16 +439,32 @@ static int64_t add_experts(Task *task, Job *job) {
     return bytes;
 }
 
-/* Up to the choice of experts: `projected`, `x`, `logits`, `chosen` and `weights`. Returns 0, or -1 without memory. */
+/* The output projection and the residual: `projected`. Returns 0, or -1 without memory. */
+API int moesched_output_projection(Team *team, const Layer *layer) {
+    Job job = {.layer = layer, .experts.team = team};
+    char *memory = scratch(give_output(&job, NULL));
+    if (!memory) return -1;
+    give_output(&job, memory);
+    Phase phases[OTHER_PHASES];
+    Task task = {&job, 0, phases};
+    const int64_t bytes = add_output(&task, &job);
+    run(team, &task, bytes);
+    return 0;
+}
+
+/* From the norm to the choice of experts: `x`, `logits`, `chosen`, `weights`, `rows`, `sorted` and `counts`. Returns 0, or
+ * -1 without memory. */
 API int moesched_route(Team *team, const Layer *layer) {
     Job job = {.layer = layer, .experts.team = team};
-    char *memory = scratch(give_router(&job, NULL));
+    const int64_t before = give_router(&job, NULL);
+    char *memory = scratch(before + layer->experts * (int64_t)sizeof(int64_t));
     if (!memory) return -1;
     give_router(&job, memory);
     Phase phases[OTHER_PHASES];
     Task task = {&job, 0, phases};
     const int64_t bytes = add_router(&task, &job);
     run(team, &task, bytes);
+    sort_pairs(layer, layer->rows, layer->sorted, layer->counts, (int64_t *)(memory + before));
     return 0;
 }
 

@@ -1,4 +1,4 @@
 /* The version of the functions that Python calls. */
 #include "team.h"
 
-API int moesched_version(void) { return 16; }
+API int moesched_version(void) { return 17; }

@@ -10,6 +10,7 @@ import torch
 from moesched.models.networks import FeedForward
 
 from ..kernels.expert_functions import sorted_by_expert
+from ..kernels.seam import RouterOutput
 from ..products.linear import Tensor
 from .exchange_rows import RoutedRows
 from .expert_parts import ExpertPart
@@ -40,9 +41,7 @@ class ExpertRows:
     """The rows of a micro-batch in one layer, sorted by expert: one for each pair of a token and one of its experts.
 
     Args:
-        x_TD: the experts' input, a row for each token.
-        experts_Tk: the experts of each token.
-        weights_Tk: the router's weights of these experts.
+        routed: the router's result: the experts' input, and the experts of each token with their weights.
         network: the layer's description. If it has a shared expert, the shared expert's outputs follow all others.
 
     Attributes:
@@ -53,8 +52,9 @@ class ExpertRows:
         on_host: the rows in the host's memory; None if none were copied there.
     """
 
-    def __init__(self, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor, network: FeedForward) -> None:
-        self.order = sorted_by_expert(experts_Tk)
+    def __init__(self, routed: RouterOutput, network: FeedForward) -> None:
+        x_TD: Tensor = routed.x_TD
+        self.order = routed.order or sorted_by_expert(routed.experts_Tk)
         self.x_nD = x_TD.index_select(0, self.order.tokens_n)
         rows, tokens = len(self.x_nD), len(x_TD) if network.shared else 0
         self._outputs = x_TD.new_empty(rows + tokens, x_TD.shape[1])
@@ -62,7 +62,7 @@ class ExpertRows:
         self.shared = (
             ExpertPart(x_TD, self._outputs[rows:], range(tokens), range(tokens)) if network.shared else None
         )
-        self.weights_Tk = weights_Tk
+        self.weights_Tk: Tensor = routed.weights_Tk
         self._shared_scale = network.shared_scale
         self.on_host: HostRows | None = None
         self._rows: dict[int, range] = {}

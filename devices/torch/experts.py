@@ -68,7 +68,7 @@ class TorchExperts:
             the task's value, in the form that `Library.value` returns.
         """
         network = self._config.layer(task.layer).feed_forward
-        rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk, network)
+        rows = ExpertRows(routed, network)
         self._states[task.micro_batch].rows = rows
         return self._library.value(task, partial(_counting, rows, read), routed.experts_Tk, *tensors)
 

@@ -15,6 +15,7 @@ from ..kernels import attention_functions, expert_functions, functions, qkv_func
 from ..kernels.attention_functions import KVView
 from ..kernels.expert_of_products import expert_of
 from ..kernels.kernel_weights import EXPERT_PARTS
+from ..kernels.seam import RouterOutput
 from ..products.linear import Tensor, expert_ffn, linear
 from ..runner.library import with_rows
 from ..runner.micro_batch import MicroBatchState
@@ -101,7 +102,7 @@ class FirstBadTensor:
             x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
             experts_Tk, weights_Tk = _route(x_TD, weights, network)
             yield f"the router's weights in layer {layer}", weights_Tk
-            rows = ExpertRows(x_TD, experts_Tk, weights_Tk, network)
+            rows = ExpertRows(RouterOutput(x_TD, experts_Tk, weights_Tk), network)
             yield from self._experts(layer, network, experts_Tk, rows)
             if rows.shared is not None:
                 gate, up, down = (weights[f"shared_{part}"] for part in EXPERT_PARTS)

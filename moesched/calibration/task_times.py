@@ -13,7 +13,7 @@ import numpy as np
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
-from moesched.machines.calibrated import DISPATCH, HOP, ROUTE_WITHIN, work_class_of
+from moesched.machines.calibrated import AWAIT, DISPATCH, HOP, ROUTE_WITHIN, work_class_of
 from moesched.machines.cost_model import at_once
 from moesched.models.config import DType, ModelConfig
 from moesched.tasks import PageTransfer, Task
@@ -77,7 +77,7 @@ class TaskTimes:
         self._works: dict[Group, Work] = {}
         self._used: dict[Group, list[int]] = {}
         self._alone: dict[TaskKey, list[float]] = {}
-        self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
+        self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: [], AWAIT: []}
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, run: RunKey, tasks: Iterable[Task]) -> None:
@@ -90,13 +90,23 @@ class TaskTimes:
             if task.verb == "fetch" and run.dtype == run.model.dtype:  # otherwise a fetch converts, too
                 self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
 
-    def add_resident(self, run: RunKey, tasks: Iterable[Task]) -> None:
+    def add_resident(self, run: RunKey, tasks: Sequence[Task]) -> None:
         """Add a run whose tasks ran one by one with all weights in memory.
 
         Such runs are separate, since after a fetch every task is slower for a while: the processor has waited, and its
         caches have other data.
         """
         self._add_means(run, tasks, resident=True)
+        self._add_awaits(tasks)
+
+    def _add_awaits(self, tasks: Sequence[Task]) -> None:
+        """Record the seconds from the end of each `route`, which the policy awaits, to the start of the first expert."""
+        in_order = sorted(tasks, key=lambda task: task.start)
+        self._gaps[AWAIT] += [
+            (after.start - before.end) / 1e9
+            for before, after in pairwise(in_order)
+            if (before.verb, after.verb) == ("route", "run_expert")
+        ]
 
     def add_fresh(self, run: RunKey, tasks: Iterable[Task]) -> None:
         """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
@@ -182,7 +192,10 @@ class TaskTimes:
         for each in (each for group in self._times for each in self._points_of(group)):
             found.setdefault((each.operation, each.dtype, each.rows, each.size), []).append(each.seconds)
         points = [point(*key, median(seconds)) for key, seconds in sorted(found.items())]
-        return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
+        between = {name: median(gaps) for name, gaps in self._gaps.items() if gaps}
+        if AWAIT in between:  # the dispatch of the next task counts apart
+            between[AWAIT] -= between.get(DISPATCH, 0.0)
+        return points + [point(name, "", 1, 0, seconds) for name, seconds in between.items()]
 
     def speeds(self) -> dict[str, list[float]]:
         """Return the speeds of tasks in all runs, by class of work, relative to the median speed of equal tasks."""

@@ -38,6 +38,8 @@ class VirtualDriver:
         observers: `ended` of each is called with each task that ran, when the task ends.
         delays: by lane, a function of (task, time now) that gives the extra nanoseconds which a task of that lane
             takes.
+        after_await: nanoseconds from the end of a task that a policy awaits until a task that the policy then submits
+            can start.
     """
 
     def __init__(
@@ -49,10 +51,14 @@ class VirtualDriver:
         perform: Mapping[type[Task], Perform] | None = None,
         observers: Sequence[Observer] = (),
         delays: Mapping[Lane, Delay] | None = None,
+        after_await: int = 0,
     ) -> None:
         # Engines know the clock and not the driver: so a run's tasks are freed without a collection.
         self._clock = clock = _Clock()
         self._delays = delays or {}
+        self._after_await = after_await
+        self._late = 0
+        """Nanoseconds by which tasks that have just been submitted start later."""
         self._engines = list(engines)
         self._cost = cost
         self._perform = dict(perform or {})
@@ -94,6 +100,7 @@ class VirtualDriver:
             while True:
                 while ready:
                     run = ready.popleft()
+                    self._late = 0 if run.awaited is None else self._after_await
                     run.resume()
                     if run.done:
                         self._rendezvous.leave(run.rank, run.error)
@@ -116,12 +123,12 @@ class VirtualDriver:
         """Run tasks, each at full speed, until a handle that a policy awaits has settled, or no task is left."""
         events, started, awaited, owners = self._events, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
-        clock, cost, delays = self._clock, self._cost, self._delays
+        clock, cost, delays, late = self._clock, self._cost, self._delays, self._late
         now = clock.now
         while True:
             while started:
                 task = started.pop()
-                task.start = now
+                task.start = now + late
                 lane = task.lane
                 duration = task.work.nanoseconds
                 if duration < 0:
@@ -129,7 +136,8 @@ class VirtualDriver:
                 if delays and lane in delays:
                     duration += delays[lane](task, now)
                 lane.busy += duration
-                heappush(events, (now + duration, lane.index, task))
+                heappush(events, (now + late + duration, lane.index, task))
+            late = 0
             if arrived:
                 self._rendezvous.collect()
                 continue
@@ -147,7 +155,7 @@ class VirtualDriver:
         """Run tasks, which share resources, until a handle that a policy awaits has settled, or no task is left."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
-        clock, cost, lanes, delays = self._clock, self._cost, self._lanes, self._delays
+        clock, cost, lanes, delays, late = self._clock, self._cost, self._lanes, self._delays, self._late
         now = clock.now
         while True:
             for begun in started:
@@ -155,9 +163,10 @@ class VirtualDriver:
                 if work.nanoseconds < 0:
                     nanoseconds(work, cost)
                 lane = begun.lane
-                begun.start = now + work.lead
+                begun.start = now + work.lead + late
                 longer = delays[lane](begun, now) if delays and lane in delays else 0
-                shared.start(lane.index, work, longer)
+                shared.start(lane.index, work, longer + late)
+            late = 0
             started.clear()
             if arrived:
                 self._rendezvous.collect()

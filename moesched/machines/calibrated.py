@@ -25,12 +25,17 @@ from moesched.work import Demand, Work, WorkPart
 
 CACHE_WRITING = "offload_kv"
 """Kind of the works that write to the KV cache on the host."""
-DISPATCH, HOP = "dispatch", "hop"
+DISPATCH, HOP, AWAIT = "dispatch", "hop", "await"
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 ROUTE_WITHIN = "route within post_attention"
 ON_WEIGHTS = ("pre_attention", "route", ROUTE_WITHIN, "sample", "expert", "experts")
 MOST_FEW_ROWS = 16
 """Most rows with which a product is still bound by reading its weights, and so uses most of the memory bandwidth."""
+
+
+def seconds_after_await(machine: Machine) -> float:
+    """Return the seconds from the end of an awaited task until a task that the policy then submits can start."""
+    return next((point.seconds for point in machine.cost_table if point.operation == AWAIT), 0.0)
 
 
 class Calibrated:

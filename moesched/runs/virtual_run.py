@@ -9,6 +9,7 @@ from moesched.drivers.validation import new_engine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.drivers.wired_memory import wired_memory_delays
 from moesched.engine import Engine
+from moesched.machines.calibrated import seconds_after_await
 from moesched.machines.cost import cost_model
 from moesched.machines.cost_model import CostModel
 from moesched.runs.assembly import assemble
@@ -137,4 +138,5 @@ def virtual_driver(
             for each in runs
             for lane, delay in wired_memory_delays(each.plan, each.run_state.lanes).items()
         },
+        after_await=round(seconds_after_await(plan.machine) * 1e9),
     )
