@@ -9,7 +9,7 @@ Team *moesched_new_team(const char *instruction_set, int helpers, const int *cor
 void moesched_free_team(Team *team);
 int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outputs, const uint16_t *x, int64_t stride,
                      const Matrix *matrix, uint16_t *y);
-int moesched_expert(Team *team, const OneExpert *expert);
+int moesched_expert(Team *team, const OneExpert *one, int64_t rows, int64_t stride, const uint16_t *x, uint16_t *y);
 
 /* A matrix in two row blocks. */
 typedef struct {
@@ -74,9 +74,9 @@ static void check_expert(Team *team, const char *set, int64_t rows, int64_t hidd
     uint16_t *down = random_numbers(hidden * width);
     const Halved gates = {BFLOAT16, {{gate, width}}}, ups = {BFLOAT16, {{up, width}}}, downs = {BFLOAT16, {{down, hidden}}};
     const OneExpert expert = {
-        .rows = rows, .hidden = hidden, .width = width, .stride = hidden, .x = x, .y = y,
+        .hidden = hidden, .width = width,
         .weights = {.gate = (const Matrix *)&gates, .up = (const Matrix *)&ups, .down = (const Matrix *)&downs}};
-    if (moesched_expert(team, &expert)) exit(2);
+    if (moesched_expert(team, &expert, rows, hidden, x, y)) exit(2);
     double *between = malloc((size_t)width * sizeof *between);
     for (int64_t m = 0; m < rows; m++) {
         for (int64_t n = 0; n < width; n++) {

@@ -7,6 +7,8 @@ import gc
 import weakref
 from collections.abc import Callable
 
+import pytest
+
 from moesched.system.bound_call import bound_call
 
 HELD = b"held by the test"
@@ -36,6 +38,20 @@ def test_it_sees_fields_that_change() -> None:
     before = call()
     arguments.text = b"h"
     assert before < 0 < call()
+
+
+def test_it_passes_four_numbers_more() -> None:
+    seen: list[tuple[int, ...]] = []
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 4)
+    arguments = Text()
+    call = bound_call(kind(lambda *given: seen.append(given) or 7), 1, arguments)
+    assert call(1 << 40, -2, 3, -(1 << 62)) == 7
+    assert seen == [(1, ctypes.addressof(arguments), 1 << 40, -2, 3, -(1 << 62))]
+
+
+def test_other_counts_of_numbers_are_refused() -> None:
+    with pytest.raises(TypeError):
+        compared(HELD, Text(b"h"))(1, 2, 3)
 
 
 def test_it_keeps_its_arguments() -> None:

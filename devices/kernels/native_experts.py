@@ -25,6 +25,7 @@ class NativeExpert(NativeKernel):
         transposed = lies_transposed(weights)
         outputs = len(blocks[0]) if transposed else sum(map(len, blocks))
         expert = OneExpert(
+            hidden=self._config.hidden,
             width=outputs // 2 if "gate_up" in weights else outputs,
             kind=expert_kind(network, transposed),
             weights=expert_weights(weights, transposed, held),

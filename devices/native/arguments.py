@@ -97,13 +97,12 @@ class ExpertWeights(ctypes.Structure):
 
 
 class OneExpert(ctypes.Structure):
-    """The arguments in C of an expert that runs alone (`OneExpert` of experts.h)."""
+    """An expert that runs alone, as C has it (`OneExpert` of experts.h)."""
 
     _fields_ = (
-        *((name, _NUMBER) for name in ("rows", "hidden", "width", "stride")),
+        *((name, _NUMBER) for name in ("hidden", "width")),
         ("kind", ExpertKind),
         ("weights", ExpertWeights),
-        *((name, _POINTER) for name in ("x", "y")),
     )
 
 

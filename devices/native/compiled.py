@@ -23,7 +23,7 @@ _CALLS = tuple(
     f"moesched_{name}"
     for name in (
         *("embed", "attention_inputs", "attend", "attend_prompts"),
-        *("store", "output_projection", "route", "moe_layer", "expert", "logits"),
+        *("store", "output_projection", "route", "moe_layer", "logits"),
     )
 )
 """Names of the functions with two parameters: the team of threads, and a pointer to a struct of arguments."""
@@ -87,6 +87,7 @@ def _declare(library: Library) -> None:
     library.moesched_columns.argtypes = [*shape, pointer, pointer]
     for function in _CALLS:
         getattr(library, function).argtypes = [pointer, pointer]
+    library.moesched_expert.argtypes = [pointer, pointer, number, number, pointer, pointer]
     library.moesched_copy.restype = None
     library.moesched_copy.argtypes = [pointer, pointer, number]
     library.moesched_new_reads.restype = pointer

@@ -154,15 +154,15 @@ void project_experts(const Experts *experts, int64_t first, int64_t last) {
 /* ---------------------------------------------------------------- one expert */
 
 typedef struct {
-    const OneExpert *call;
     Experts experts;
+    int64_t rows, stride;
+    const uint16_t *x;
 } Job;
 
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    const OneExpert *call = job->call;
-    for (int64_t row = 0; row < call->rows; row++)
-        place_expert(job->experts.experts, row, first, last, call->x + row * call->stride + first);
+    for (int64_t row = 0; row < job->rows; row++)
+        place_expert(job->experts.experts, row, first, last, job->x + row * job->stride + first);
 }
 
 static void gate_part(void *job, int64_t first, int64_t last) {
@@ -173,21 +173,21 @@ static void project_part(void *job, int64_t first, int64_t last) {
     project_experts(&((const Job *)job)->experts, first, last);
 }
 
-/* Runs one expert. Returns 0, or -1 without memory. */
-API int moesched_expert(Team *team, const OneExpert *call) {
+/* Runs one expert: x and y (rows, hidden), the rows of x `stride` numbers apart. Returns 0, or -1 without memory. */
+API int moesched_expert(Team *team, const OneExpert *one, int64_t rows, int64_t stride, const uint16_t *x, uint16_t *y) {
     Expert expert;
-    Job job = {call, {.team = team, .kind = &call->kind, .hidden = call->hidden, .width = call->width, .count = 1,
-                      .experts = &expert}};
-    expert = expert_of(&job.experts, call->rows, call->width, &call->weights);
+    Job job = {{.team = team, .kind = &one->kind, .hidden = one->hidden, .width = one->width, .count = 1,
+                .experts = &expert}, rows, stride, x};
+    expert = expert_of(&job.experts, rows, one->width, &one->weights);
     char *memory = scratch(expert_bytes(&expert));
     if (!memory) return -1;
     give_expert_memory(&expert, memory);
-    expert.y = call->y;
+    expert.y = y;
     fit_grains(&job.experts, &expert);
     const Grain numbers = job.experts.numbers, outputs = job.experts.outputs;
-    Phase phases[] = {{place_part, call->hidden, PLACED_AT_ONCE, call->hidden, 0},
-                      {gate_part, call->width, numbers.least, numbers.most, 0},
-                      {project_part, call->hidden, outputs.least, outputs.most, 0}};
+    Phase phases[] = {{place_part, one->hidden, PLACED_AT_ONCE, one->hidden, 0},
+                      {gate_part, one->width, numbers.least, numbers.most, 0},
+                      {project_part, one->hidden, outputs.least, outputs.most, 0}};
     Task task = {&job, 3, phases};
     run(team, &task, weight_bytes(&expert));
     return 0;

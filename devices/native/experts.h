@@ -66,13 +66,11 @@ int64_t output_items(const Experts *experts);
 void gate_experts(const Experts *experts, int64_t first, int64_t last);
 void project_experts(const Experts *experts, int64_t first, int64_t last);
 
-/* The arguments of one expert that runs alone: x and y (rows, hidden), the rows of x `stride` numbers apart. */
+/* An expert that runs alone. */
 typedef struct {
-    int64_t rows, hidden, width, stride;
+    int64_t hidden, width;
     ExpertKind kind;
     ExpertWeights weights;
-    const uint16_t *x;
-    uint16_t *y;
 } OneExpert;
 
 #endif

@@ -94,7 +94,9 @@ class NativeKernels:
         y must be contiguous. The caller must keep the weights alive as long as it uses the function.
         """
         matrices = [matrix_of(blocks) for blocks in (gate, up, down)]
-        expert = OneExpert(width=_outputs(gate), weights=ExpertWeights(*map(address, matrices)))
+        expert = OneExpert(
+            hidden=_outputs(down), width=_outputs(gate), weights=ExpertWeights(*map(address, matrices))
+        )
         return self.bound_expert(expert, matrices)
 
     def bound_expert(self, expert: OneExpert, held: object) -> Callable[[Tensor, Tensor], None]:
@@ -104,14 +106,7 @@ class NativeKernels:
             expert: the arguments of the native call that do not depend on x.
             held: the objects to which these arguments point; the function keeps them alive.
         """
-        return partial(self._run_expert, expert, held)
-
-    def _run_expert(self, expert: OneExpert, held: object, x_nD: Tensor, y_nD: Tensor) -> None:
-        x_nD = _with_plain_rows(x_nD)
-        call = OneExpert.from_buffer_copy(expert)  # lanes may run the expert at the same time
-        call.rows, call.hidden = x_nD.shape
-        call.stride, call.x, call.y = x_nD.stride(0), x_nD.data_ptr(), y_nD.data_ptr()
-        self.call(self._library.moesched_expert, call)
+        return partial(_run_expert, self.bound(self._library.moesched_expert, expert), held)
 
     def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
         """Call a function of the library with the threads and a pointer to arguments.
@@ -122,9 +117,18 @@ class NativeKernels:
         if function(self._team, ctypes.byref(arguments)):
             raise no_memory()
 
-    def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """Return a function () -> status that calls `function` as `call` does; a status other than 0 is `no_memory`."""
+    def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[..., int]:
+        """Return a function that calls `function` as `call` does, and returns its status: `no_memory`, if not 0.
+
+        Its arguments, if it gets any, are four further ones of `function`: numbers and addresses.
+        """
         return bound_call(function, self._team, arguments)
+
+
+def _run_expert(run: Callable[..., int], held: object, x_nD: Tensor, y_nD: Tensor) -> None:
+    x_nD = _with_plain_rows(x_nD)
+    if run(x_nD.size(0), x_nD.stride(0), x_nD.data_ptr(), y_nD.data_ptr()):
+        raise no_memory()
 
 
 def _with_plain_rows(x_TD: Tensor) -> Tensor:

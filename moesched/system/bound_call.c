@@ -1,32 +1,47 @@
-/* A call of a C function with its arguments: `int function(void *first, const void *second)`, by their addresses. */
+/* A call of a C function with its arguments: `int function(void *first, const void *second)`, by their addresses, and with
+ * four further 64-bit numbers where the function takes them. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
 #include <stdint.h>
 
-enum { VERSION = 1 }; /* Of what is here; bound_call.py names the one that it uses. */
+enum { VERSION = 2, NUMBERS = 4 }; /* Of what is here; bound_call.py names the one that it uses. */
+
+typedef int Plain(void *first, const void *second);
+typedef int WithNumbers(void *first, const void *second, int64_t, int64_t, int64_t, int64_t);
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc run;
-    int (*function)(void *first, const void *second);
+    Plain *function;
     void *first;
     const void *second;
     PyObject *owners; /* of what the addresses lead to */
     int keeps_interpreter;
 } BoundCall;
 
+static int called(const BoundCall *call, const int64_t *numbers) {
+    if (!numbers) return call->function(call->first, call->second);
+    WithNumbers *function = (WithNumbers *)call->function;
+    return function(call->first, call->second, numbers[0], numbers[1], numbers[2], numbers[3]);
+}
+
 static PyObject *run(PyObject *self, PyObject *const *arguments, size_t count, PyObject *names) {
     const BoundCall *call = (const BoundCall *)self;
+    const Py_ssize_t given = PyVectorcall_NARGS(count);
+    int64_t numbers[NUMBERS];
     int result;
-    (void)arguments;
-    if (PyVectorcall_NARGS(count) || names) {
-        PyErr_SetString(PyExc_TypeError, "a bound call has its arguments");
+    if ((given && given != NUMBERS) || names) {
+        PyErr_SetString(PyExc_TypeError, "a bound call takes four further numbers, or none");
         return NULL;
     }
-    if (call->keeps_interpreter) return PyLong_FromLong(call->function(call->first, call->second));
+    for (Py_ssize_t i = 0; i < given; i++) {
+        numbers[i] = (int64_t)PyLong_AsLongLong(arguments[i]);
+        if (numbers[i] == -1 && PyErr_Occurred()) return NULL;
+    }
+    if (call->keeps_interpreter) return PyLong_FromLong(called(call, given ? numbers : NULL));
     Py_BEGIN_ALLOW_THREADS
-    result = call->function(call->first, call->second);
+    result = called(call, given ? numbers : NULL);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(result);
 }
@@ -41,7 +56,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) 
     BoundCall *call = (BoundCall *)type->tp_alloc(type, 0);
     if (!call) return NULL;
     call->run = run;
-    call->function = (int (*)(void *, const void *))(uintptr_t)function;
+    call->function = (Plain *)(uintptr_t)function;
     call->first = (void *)(uintptr_t)first;
     call->second = (const void *)(uintptr_t)second;
     call->owners = Py_NewRef(owners);

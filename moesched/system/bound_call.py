@@ -12,30 +12,33 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-_VERSION = 1
+_VERSION = 2
 """The version of bound_call.c that this module expects."""
 
 _PYTHON_API = 4
 """The flag of functions that ctypes calls without letting other Python threads run."""
 
 
-def _compiled() -> Callable[..., Callable[[], int]] | None:
+def _compiled() -> Callable[..., Callable[..., int]] | None:
     try:
         module: Any = import_module("moesched.system._bound_call")
     except ImportError:
         return None
-    made: Callable[..., Callable[[], int]] = module.BoundCall
+    made: Callable[..., Callable[..., int]] = module.BoundCall
     return made if module.VERSION == _VERSION else None
 
 
 _make = _compiled()
 
 
-def bound_call(function: Any, first: int, second: ctypes.Structure) -> Callable[[], int]:
-    """Return a function without arguments, which calls the C function `function(first, &second)` and returns its int.
+def bound_call(function: Any, first: int, second: ctypes.Structure) -> Callable[..., int]:
+    """Return a function that calls the C function `function(first, &second)`, and returns its int.
+
+    If `function` takes four further 64-bit numbers or addresses, they are the arguments of the returned function.
+    Otherwise it takes none.
 
     Args:
-        function: a ctypes function whose `argtypes` are two pointers. During a call other Python threads run, unless
+        function: a ctypes function whose `argtypes` begin with two pointers. During a call other Python threads run, unless
             the function is one of a `ctypes.PyDLL`.
         first: an address, which must stay valid as long as calls are made.
         second: a structure, whose fields may change between calls.
