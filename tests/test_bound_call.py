@@ -18,7 +18,7 @@ class Text(ctypes.Structure):
     _fields_ = (("text", ctypes.c_char * 8),)
 
 
-def compared(text: bytes, arguments: Text) -> Callable[[], int]:
+def compared(text: bytes, arguments: Text) -> Callable[..., int]:
     """The call of `strcmp`, which takes two addresses."""
     address = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
     assert address is not None
@@ -42,9 +42,14 @@ def test_it_sees_fields_that_change() -> None:
 
 def test_it_passes_four_numbers_more() -> None:
     seen: list[tuple[int, ...]] = []
+
+    def function(*given: int) -> int:
+        seen.append(given)
+        return 7
+
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 4)
     arguments = Text()
-    call = bound_call(kind(lambda *given: seen.append(given) or 7), 1, arguments)
+    call = bound_call(kind(function), 1, arguments)
     assert call(1 << 40, -2, 3, -(1 << 62)) == 7
     assert seen == [(1, ctypes.addressof(arguments), 1 << 40, -2, 3, -(1 << 62))]
 

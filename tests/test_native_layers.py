@@ -15,6 +15,7 @@ from kernel_tables import kernels_of
 from moesched.devices.kernels import functions, qkv_functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
+from moesched.devices.kernels.expert_functions import sorted_by_expert
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.native_ends import NativeLogits
 from moesched.devices.kernels.native_experts import NativeExpertByColumns
@@ -257,6 +258,8 @@ def check_parts(native: NativeKernels, config: ModelConfig, weights: Weights) ->
     projected_TD = kernels.bound("output_projection", weights, memory)(attended_TX, hidden_TD)
     routed = kernels.bound("route", weights, memory)(projected_TD)
     rows, experts_Tk = ExpertRows(routed, config.routed), routed.experts_Tk
+    for ours, torchs in zip(routed.order, sorted_by_expert(experts_Tk), strict=True):
+        assert torch.equal(ours, torchs)
     expected = experts_Tk.flatten().bincount(minlength=config.routed.experts).tolist()
     for expert, (x_nD, y_nD) in enumerate(
         zip(rows.x_nD.split(expected), rows.y_nD.split(expected), strict=True)

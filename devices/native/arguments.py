@@ -121,7 +121,10 @@ class Layer(ctypes.Structure):
         ("router", _POINTER),
         ("kind", ExpertKind),
         *((name, _POINTER) for name in ("expert_weights", "shared_weights", "projected", "x")),
-        *((name, _POINTER) for name in ("logits", "scores", "chosen", "weights", "rows", "sorted", "counts", "out")),
+        *(
+            (name, _POINTER)
+            for name in ("logits", "scores", "chosen", "weights", "rows", "sorted", "counts", "out")
+        ),
     )
 
 

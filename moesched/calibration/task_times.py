@@ -100,7 +100,7 @@ class TaskTimes:
         self._add_awaits(tasks)
 
     def _add_awaits(self, tasks: Sequence[Task]) -> None:
-        """Record the seconds from the end of each `route`, which the policy awaits, to the start of the first expert."""
+        """Record the seconds from the end of each `route`, which the policy awaits, to the first expert's start."""
         in_order = sorted(tasks, key=lambda task: task.start)
         self._gaps[AWAIT] += [
             (after.start - before.end) / 1e9

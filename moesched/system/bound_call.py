@@ -38,8 +38,8 @@ def bound_call(function: Any, first: int, second: ctypes.Structure) -> Callable[
     Otherwise it takes none.
 
     Args:
-        function: a ctypes function whose `argtypes` begin with two pointers. During a call other Python threads run, unless
-            the function is one of a `ctypes.PyDLL`.
+        function: a ctypes function whose `argtypes` begin with two pointers. During a call other Python threads run,
+            unless the function is one of a `ctypes.PyDLL`.
         first: an address, which must stay valid as long as calls are made.
         second: a structure, whose fields may change between calls.
     """
