@@ -55,7 +55,7 @@ def cut(tensor: Tensor, blocks: int, *, transposed: bool) -> list[Tensor]:
 def run(native: NativeKernels, layer: Layer, x_nD: Tensor, *, transposed: bool, blocks: int) -> Tensor:
     """One expert's outputs for rows x, by the kernel for matrices that are stored by rows or transposed."""
     kind = NativeExpertByColumns if transposed else NativeExpert
-    kernel = kind(cpu_resources(SMALL, torch.bfloat16, native))
+    kernel = kind(cpu_resources(SMALL.varied(hidden=HIDDEN), torch.bfloat16, native))
     case = Case("expert", len(x_nD), frozenset({COLUMNS if transposed else ROWS}), "bfloat16", "cpu", layer)
     assert not kernel.refusal(case)
     parts = {name: cut(each, blocks, transposed=transposed) for name, each in tensors_of(layer).items()}

@@ -128,16 +128,17 @@ class TritonRoute(TritonKernel):
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         network, rows = case.network, case.rows
         norm_D, matrix = weights["ffn_norm"][0], self._matrix(weights["router"])
-        routed = RouterOutput(
+        written = (
             self._result(memory, "normed", rows, self._config.hidden),
             self._result(memory, "experts", rows, network.top_k, dtype=torch.int64),
             self._result(memory, "weights", rows, network.top_k, dtype=torch.float32),
             self._result(memory, "router logits", rows, network.experts, dtype=torch.float32),
         )
+        routed = RouterOutput(*written)
         settings = self._config.norm_eps, self._layer_norm, network.router.normalised
 
         def route(hidden_TD: Tensor) -> RouterOutput:
-            operators.route(hidden_TD, norm_D, *matrix, *settings, *routed)
+            operators.route(hidden_TD, norm_D, *matrix, *settings, *written)
             return routed
 
         return self._captured(route, memory)
