@@ -11,8 +11,8 @@ class WorkPart(NamedTuple):
     """A part of a task's `Work`: a number of equal operations, described in the terms of measured cost tables.
 
     Attributes:
-        operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with
-            weights that stay in memory).
+        operation: the kind of operation, such as "expert" (with weights as they were read), "cached expert" (with
+            weights that were read for an earlier task) or "resident expert" (with weights that stay in memory).
         size: the size of one operation: bytes of weights or, without weights, bytes moved. For a transfer: bytes per
             page. For a prompt's attention: FLOPs. For a decode step's attention: bytes of each KV head.
         rows: number of rows (tokens) that the weights are multiplied with, or the mean if an expert's tokens are not

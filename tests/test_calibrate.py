@@ -41,13 +41,13 @@ from moesched.machines.calibrated import Calibrated
 from moesched.machines.cost import cost_model
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import DType
-from moesched.models.layout import weight_layout
+from moesched.models.layout import DENSE, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
-from moesched.tasks import Task
+from moesched.tasks import PageTransfer, Task
 from traces import largest_file
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, head_dim=16, vocabulary=64)
@@ -96,12 +96,22 @@ def exercised(mode: Mode) -> list[Task]:
 
 def test_fresh_weights_come_before_each_micro_batch_and_wait_for_all_that_was_before() -> None:
     tasks = exercised(Mode.FRESH)
-    fetches = [each for each in tasks if each.verb == "fetch"]
+    fetches = [each for each in tasks if isinstance(each, PageTransfer) and each.pages[0].expert == DENSE]
     assert len(fetches) == 4 * 4
     for fetch in fetches:
         after = tasks[tasks.index(fetch) + 1]
         assert (after.verb, after.layer) == ("pre_attention", FETCHED_LAYER)
     assert all(before.end <= after.start for before, after in pairwise(tasks))
+
+
+def test_each_expert_that_is_a_task_runs_right_after_its_fetch_where_weights_are_fresh() -> None:
+    tasks = exercised(Mode.FRESH)
+    experts = [each for each in tasks if (each.verb, each.layer) == ("run_expert", FETCHED_LAYER)]
+    assert experts
+    for each in experts:
+        before = tasks[tasks.index(each) - 1]
+        assert isinstance(before, PageTransfer)
+        assert {page.expert for page in before.pages} == {each.expert}
 
 
 def test_weights_stream_through_both_layers_while_those_before_are_used() -> None:

@@ -68,6 +68,31 @@ def test_coded_weights_take_the_time_of_plain_ones_times_the_ratio_of_their_prod
     assert costs.seconds(weights) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("operation", "seconds"),
+    [("resident route", 1 + (9 - 1) * 0.25), ("resident experts", 9 * 0.25)],
+    ids=["a call of its own", "experts of a layer in one call"],
+)
+def test_the_call_of_a_product_takes_as_long_by_coded_weights(operation: str, seconds: float) -> None:
+    """A product takes a second and, by as many weights as `WEIGHTS`, 4 s more by plain and 1 s more by coded ones."""
+    products = [
+        replace(product(stored, 1 + each * times), size=product(stored, 1).size * times)
+        for stored, each in (("", 4.0), ("q4_k", 1.0))
+        for times in (1, 2)
+    ]
+    table = [replace(each, operation=operation, seconds=9.0) for each in ROUTES[:1]]
+    costs = Calibrated(measured(*table, *products), "bfloat16")
+    assert costs.seconds(part("q4_k")._replace(operation=operation)) == pytest.approx(seconds)
+
+
+def test_a_cached_expert_that_was_not_measured_takes_as_long_as_one_that_just_arrived() -> None:
+    names = {"expert": 4.0, "cached expert": 3.0}
+    table = [replace(ROUTES[0], operation=name, seconds=seconds) for name, seconds in names.items()]
+    work = Work("cached expert at accelerator", "cpu", parts=(WorkPart("cached expert", PLAIN),))
+    for points, seconds in ((table, 3.0), (table[:1], 4.0)):
+        assert Calibrated(measured(*points), "bfloat16").work(work).seconds == seconds
+
+
 def test_a_machine_measured_without_coded_weights_takes_the_time_of_as_many_plain_bytes() -> None:
     costs = Calibrated(measured(*ROUTES, PRODUCTS[0]), "bfloat16")
     coded = part("q8_0", plain=PLAIN)

@@ -29,6 +29,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.contention import lanes_contend
+from moesched.tasks import PageTransfer
 from moesched.work import Work, WorkPart
 from runs import Ended
 
@@ -283,6 +284,30 @@ def test_the_experts_of_a_layer_start_in_one_call_where_their_weights_stay() -> 
 
 def test_fetched_experts_start_one_by_one() -> None:
     assert starts_of("lru_offload") == {2}
+
+
+@pytest.mark.parametrize("name", ["cpu-nvme", "m2-ultra"])
+def test_in_one_memory_an_expert_is_cached_from_its_second_task_after_a_fetch_on(name: str) -> None:
+    layout, seen = weight_layout(find_shape("mixtral-0.8b")), Ended()
+    policy = make_policy("lru_offload", {"offload_per_layer": 4})
+    plan = plan_run(load_machine(name), layout, split_batch([8] * 4, 4, 2), policy)
+    trial_run(plan, policy, observers=[seen])
+    arrived, kinds = set[tuple[int, int]](), Counter[str]()
+    for task in seen.tasks:
+        if isinstance(task, PageTransfer) and task.step >= 0:
+            arrived |= {(page.layer, page.expert) for page in task.pages}
+        elif task.verb == "run_expert":
+            expert = task.layer, task.expert
+            assert task.work.kind == f"{'expert' if expert in arrived else 'cached expert'} at accelerator"
+            arrived.discard(expert)
+            kinds[task.work.kind] += 1
+    assert len(kinds) == 2, kinds
+
+
+def test_on_a_gpu_experts_that_were_fetched_have_one_cost() -> None:
+    layout, seen, policy = weight_layout(find_shape("mixtral-8x7b")), Ended(), make_policy("lru_offload", {})
+    trial_run(plan_run(T4, layout, Batch((8,), 4, ((0,),)), policy), policy, observers=[seen])
+    assert {task.work.kind for task in seen.tasks if task.verb == "run_expert"} == {"expert at accelerator"}
 
 
 def test_a_prefill_in_chunks_takes_the_time_of_its_chunks() -> None:

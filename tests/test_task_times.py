@@ -34,8 +34,12 @@ def task(
     layer: int = 0,
     step: int = 1,
     used: int = 3,
+    operation: str = "",
 ) -> Task:
-    """A task of the small model that took from `start` to `end` seconds; its tokens chose `used` experts."""
+    """A task of the small model that took from `start` to `end` seconds; its tokens chose `used` experts.
+
+    operation: the method of `Operations` that has its cost; by default the one called as the verb, or `expert`.
+    """
     if verb == "fetch":
         kind: type[Task] = PageTransfer
         work = Work(lane.name, lane.name, nbytes=100, parts=(WorkPart(lane.name, 50, 2),))
@@ -44,7 +48,7 @@ def task(
         amount = (
             OPERATIONS.attention([(1, 4)] * tokens)
             if verb in ("attention", "cpu_attention")
-            else getattr(OPERATIONS, "expert" if verb == "run_expert" else verb)(tokens)
+            else getattr(OPERATIONS, operation or ("expert" if verb == "run_expert" else verb))(tokens)
         )
         work = Work(verb, "cpu", amount.flops, amount.nbytes, tokens, amount.parts)
     made = kind(lane, work, verb, layer, 0, -1, None, step, generated=step)
@@ -79,6 +83,19 @@ def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetch
     found = {point.operation: point for point in times.points()}
     assert (found["resident route"].seconds, found["route"].seconds) == (0.5, 1.25)
     assert found["route"].rows == 4
+
+
+def test_an_expert_that_was_fetched_for_an_earlier_task_is_told_from_one_that_was_fetched_just_before() -> (
+    None
+):
+    times = TaskTimes()
+    times.add(
+        FEW,
+        [task("run_expert", 0, 0.75, operation=each) for each in ("cached_expert", "fetched_expert")],
+    )
+    times.add_fresh(FEW, [task("run_expert", 0, 2, layer=1, operation="fetched_expert")])
+    found = {point.operation: point.seconds for point in times.points()}
+    assert found == {"cached expert": 0.75, "expert": 2.0}
 
 
 def test_what_is_slowed_beside_others_is_held_against_weights_that_were_used_before() -> None:

@@ -33,7 +33,7 @@ typedef struct {
     float *scores; /* (tokens, experts): their sigmoids; NULL for a softmax */
     int64_t *chosen; /* (tokens, top_k): ascending */
     float *weights; /* (tokens, top_k) */
-    int64_t *rows;   /* (tokens, top_k): of each pair, among the pairs sorted by expert; NULL if they are not wanted */
+    int64_t *rows;   /* (tokens, top_k): of each pair, among the pairs sorted by expert; `moesched_route` writes it */
     int64_t *sorted; /* (tokens * top_k): the token of each of these rows */
     int64_t *counts; /* rows of each expert */
     uint16_t *out; /* (tokens, hidden) */
@@ -439,32 +439,33 @@ static int64_t add_experts(Task *task, Job *job) {
     return bytes;
 }
 
-/* The output projection and the residual: `projected`. Returns 0, or -1 without memory. */
-API int moesched_output_projection(Team *team, const Layer *layer) {
+/* Computes the phases that `add` adds, in memory that `give` divides, with `more` bytes behind it. Returns the address of
+ * these bytes, or NULL without memory. */
+static char *run_phases(Team *team, const Layer *layer, int64_t (*give)(Job *, char *), int64_t (*add)(Task *, Job *),
+                        int64_t more) {
     Job job = {.layer = layer, .experts.team = team};
-    char *memory = scratch(give_output(&job, NULL));
-    if (!memory) return -1;
-    give_output(&job, memory);
+    const int64_t before = give(&job, NULL);
+    char *memory = scratch(before + more);
+    if (!memory) return NULL;
+    give(&job, memory);
     Phase phases[OTHER_PHASES];
     Task task = {&job, 0, phases};
-    const int64_t bytes = add_output(&task, &job);
+    const int64_t bytes = add(&task, &job);
     run(team, &task, bytes);
-    return 0;
+    return memory + before;
+}
+
+/* The output projection and the residual: `projected`. Returns 0, or -1 without memory. */
+API int moesched_output_projection(Team *team, const Layer *layer) {
+    return run_phases(team, layer, give_output, add_output, 0) ? 0 : -1;
 }
 
 /* From the norm to the choice of experts: `x`, `logits`, `chosen`, `weights`, `rows`, `sorted` and `counts`. Returns 0, or
  * -1 without memory. */
 API int moesched_route(Team *team, const Layer *layer) {
-    Job job = {.layer = layer, .experts.team = team};
-    const int64_t before = give_router(&job, NULL);
-    char *memory = scratch(before + layer->experts * (int64_t)sizeof(int64_t));
-    if (!memory) return -1;
-    give_router(&job, memory);
-    Phase phases[OTHER_PHASES];
-    Task task = {&job, 0, phases};
-    const int64_t bytes = add_router(&task, &job);
-    run(team, &task, bytes);
-    sort_pairs(layer, layer->rows, layer->sorted, layer->counts, (int64_t *)(memory + before));
+    char *ends = run_phases(team, layer, give_router, add_router, layer->experts * (int64_t)sizeof(int64_t));
+    if (!ends) return -1;
+    sort_pairs(layer, layer->rows, layer->sorted, layer->counts, (int64_t *)ends);
     return 0;
 }
 

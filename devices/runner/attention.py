@@ -70,22 +70,20 @@ class Attention:
     def pre_attention(self, task: Task) -> None:
         """Project a micro-batch's normalised hidden states to queries, keys and values, and keep these in its state."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        project = self._kernels.bound("attention_inputs", weights, state.memory or state.new_memory())
+        project = self._kernels.bound("attention_inputs", weights, state.kernel_memory())
         state.qkv = project(state.hidden_TD, state.angles)
 
     def attention(self, task: Task) -> None:
         """Store the keys and values of new tokens in the KV cache, and attend from the new tokens over the cache."""
         state = self._states[task.micro_batch]
-        attend = self._kernels.attention(
-            task.layer, state.memory or state.new_memory(), decodes=state.decodes
-        )
+        attend = self._kernels.attention(task.layer, state.kernel_memory(), decodes=state.decodes)
         state.attended_TX = attend(state.qkv, *state.cached(task.layer))
         del state.qkv
 
     def project_output(self, task: Task) -> None:
         """Project attention's output to the hidden size, and add the residual, for a task's micro-batch."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        project = self._kernels.bound("output_projection", weights, state.memory or state.new_memory())
+        project = self._kernels.bound("output_projection", weights, state.kernel_memory())
         state.hidden_TD = project(state.attended_TX, self.residual(state))
         self.drop_attended(task)
 

@@ -127,9 +127,9 @@ class MicroBatchState:
         """The step in the first KV cache: each sequence's numbers of tokens before it (`past`) and in it (`new`)."""
         return self.steps[0]
 
-    def new_memory(self) -> Workspace:
-        """Return memory for the results of one kernel, which a step of many tokens uses in place of `memory`."""
-        return Workspace(len(self.hidden_TD))
+    def kernel_memory(self) -> Workspace:
+        """Return memory for the results of one kernel: `memory`, or new memory in a step of many tokens."""
+        return self.memory or Workspace(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:
         """Add a KV cache that holds some of the layers."""

@@ -71,7 +71,7 @@ class MoELayer:
         observers = self._observers
         if observers.activations:
             return self._observed(task)
-        whole = self._kernels.fused("moe_layer", weights, state.memory or state.new_memory())
+        whole = self._kernels.fused("moe_layer", weights, state.kernel_memory())
         if whole is None:
             return self._in_parts(task)
         counts: dict[int, int] | None
@@ -91,7 +91,7 @@ class MoELayer:
     def _observed(self, task: Task) -> Any:
         """Run `post_attention`, and report the experts' activations to the observer; returns the task's value."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        whole = self._kernels.fused("observed_moe_layer", weights, state.memory or state.new_memory())
+        whole = self._kernels.fused("observed_moe_layer", weights, state.kernel_memory())
         if whole is None:
             return self._in_parts(task)
         state.hidden_TD, experts_Tk, gated_nI = whole(state.attended_TX, state.hidden_TD)
@@ -134,7 +134,7 @@ class MoELayer:
     def route(self, task: Task) -> RouterOutput:
         """Run norm and router on a task's micro-batch; returns each token's experts and their weights."""
         state = self._states[task.micro_batch]
-        return self._route(state.hidden_TD, self._weights(task.operands), state.memory or state.new_memory())
+        return self._route(state.hidden_TD, self._weights(task.operands), state.kernel_memory())
 
     def group(self, task: Task, routed: RouterOutput, *, reports: bool = True) -> dict[int, int]:
         """Sort a micro-batch's rows by expert, and keep them in its state; returns each chosen expert's number of rows.
@@ -164,7 +164,7 @@ class MoELayer:
         """Add the weighted sum of the experts' outputs to the residual, for a task's micro-batch."""
         state = self._states[task.micro_batch]
         operands = *state.rows.outputs(), self._attention.residual(state)
-        state.hidden_TD = self._kernels.combine(state.memory or state.new_memory())(*operands)
+        state.hidden_TD = self._kernels.combine(state.kernel_memory())(*operands)
         del state.rows
 
     def _reader(self, task: Task) -> Callable[..., Mapping[int, int]]:

@@ -178,10 +178,9 @@ class BlockTable:
 
     def _lengthen(self, states: Sequence[SequenceBlocks], new: Sequence[int]) -> None:
         """Lengthen sequences by new tokens; a sequence whose blocks have too little room gets free blocks as well."""
-        size = self._block_size
         lengths = [state.length + tokens for state, tokens in zip(states, new, strict=True)]
         missing = [
-            max(0, -((state.first - length) // size) - len(state.blocks))
+            max(0, self.blocks_for(length - state.first) - len(state.blocks))
             for state, length in zip(states, lengths, strict=True)
         ]
         if any(missing):

@@ -106,9 +106,7 @@ class HostSide:
     def _attend_to_loaded(self, task: Task) -> None:
         """Attend on the accelerator in a decode step: to keys and values that `load_kv` copied, and to new ones."""
         state = self._states[task.micro_batch]
-        attend = self._kernels.attention(
-            task.layer, state.memory or state.new_memory(), decodes=state.decodes
-        )
+        attend = self._kernels.attention(task.layer, state.kernel_memory(), decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
@@ -148,7 +146,7 @@ class HostSide:
         """Copy the output of attention on the host to the accelerator, as the micro-batch's `attended_TX`."""
         attended_TX = self._rows.pop(task.micro_batch).attended_TX
         state = self._states[task.micro_batch]
-        state.attended_TX = (state.memory or state.new_memory()).tensor(
+        state.attended_TX = state.kernel_memory().tensor(
             "attended", *attended_TX.shape, dtype=attended_TX.dtype, device=self._accelerator
         )
         state.attended_TX.copy_(attended_TX, non_blocking=True)

@@ -2,7 +2,7 @@
 
 In RESIDENT mode all weights stay in memory. In STREAMING mode the weights of both layers are fetched for every
 micro-batch. In all other modes only the weights of the second layer are fetched: in FRESH mode for every micro-batch,
-else once in each step.
+else once in each step. Where experts are tasks, FRESH mode fetches each expert just before it runs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
+from moesched.models.layout import Page
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import Task
@@ -71,7 +72,7 @@ class Exercise:
     async def prefill(self, step: Step) -> None:
         if self.mode is Mode.STREAMING:
             for i in step.layers:
-                self._fetch(step, i)
+                step.fetch(step.pages(i), self.buffer)
         await self._run(step)
 
     async def decode(self, step: Step) -> None:
@@ -94,47 +95,64 @@ class Exercise:
                 step.pre_attention(i, j)
                 step.attention(i, j)
                 step.post_attention(i, j)
-                self._evict(step, i)
+                step.evict(step.pages(i), self.buffer)
                 if j != step.micro_batches[-1] or not step.last:
-                    self._fetch(step, i)
+                    step.fetch(step.pages(i), self.buffer)
                 self._sample(step, i, j)
         await self.last
 
     async def _layer_by_layer(self, step: Step) -> None:
         if self.mode.fetches_by_step:
-            fetched = self._fetch(step)
+            fetched = step.fetch(step.pages(FETCHED_LAYER), self.buffer)
             if self.mode is not Mode.ATTENDING:
                 await fetched
         for j in step.micro_batches:
             self.last = step.embed(j)
         for i in step.layers:
-            await self._layer(step, i)
+            if self.mode is Mode.FRESH and i == FETCHED_LAYER:
+                await self._fresh_layer(step, i)
+            else:
+                await self._layer(step, i)
         if self.mode.fetches_by_step:
-            self._evict(step)
+            step.evict(step.pages(FETCHED_LAYER), self.buffer)
         await self.last
 
-    def _fetch(self, step: Step, i: int = FETCHED_LAYER) -> Task:
-        return step.fetch(step.pages(i), self.buffer)
+    async def _fresh_layer(self, step: Step, i: int) -> None:
+        for j in step.micro_batches:
+            by_task = self._by_task(step)
+            pages = step.dense_pages(i) if by_task else step.pages(i)
+            await self._fetch_alone(step, pages)
+            step.pre_attention(i, j)
+            step.attention(i, j)
+            if by_task:
+                await self._fresh_experts(step, i, j)
+            else:
+                self.last = step.post_attention(i, j)
+            step.evict(pages, self.buffer)
+            self._sample(step, i, j)
 
-    def _evict(self, step: Step, i: int = FETCHED_LAYER) -> None:
-        step.evict(step.pages(i), self.buffer)
+    async def _fresh_experts(self, step: Step, i: int, j: int) -> None:
+        for expert in await step.route(i, j):
+            pages = step.expert_pages(i, expert)
+            await self._fetch_alone(step, pages)
+            self.last = step.run_expert(i, expert, j)
+            step.evict(pages, self.buffer)
+        self.last = step.combine(i, j)
+
+    async def _fetch_alone(self, step: Step, pages: Sequence[Page]) -> None:
+        await self.last
+        await step.fetch(pages, self.buffer)
 
     async def _layer(self, step: Step, i: int) -> None:
         attending = self.host_attended if self.mode is Mode.ATTENDING else ()
         others = [j for j in step.micro_batches if j not in attending]
-        fresh = self.mode is Mode.FRESH and i == FETCHED_LAYER
         for index, j in enumerate(others):
-            if fresh:
-                await self.last
-                await self._fetch(step)
             step.pre_attention(i, j)
             step.attention(i, j)
             # Each step pairs it with another micro-batch's experts; it is short enough to end before they do.
             for k in attending[(index + step.index) % len(others) :: len(others)]:
                 self._attend_on_host(step, i, k)
             await self._second_half(step, i, j)
-            if fresh:
-                self._evict(step)
             self._sample(step, i, j)
         for j in attending:
             step.post_attention(i, j)
@@ -155,9 +173,12 @@ class Exercise:
         step.cpu_attention(i, j)
         step.load_hidden(i, j)
 
+    def _by_task(self, step: Step) -> bool:
+        """Test whether the step submits route, experts and combine in a mode without overlap."""
+        return (step.index + self.turn) % 2 == 1 and self.mode.one_by_one
+
     async def _second_half(self, step: Step, i: int, j: int) -> None:
-        by_task = (step.index + self.turn) % 2 == 1 and self.mode.one_by_one
-        if not by_task and self.mode is not Mode.SHARING:
+        if not self._by_task(step) and self.mode is not Mode.SHARING:
             self.last = step.post_attention(i, j)
             return
         routed = await step.route(i, j)

@@ -153,7 +153,6 @@ THOROUGH = CalibrationExtent(
 QUICK = CalibrationExtent(
     name="quickly",
     operations=OperationExtent(
-        rounds=2,
         seconds=0.01,
         copies=(1 << 14, 1 << 24),
         reads=tuple(1 << power for power in (16, 20, 22, 24)),
@@ -171,4 +170,4 @@ QUICK = CalibrationExtent(
     runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=4, resident=3, fresh=2, serial=1, together=1)},
     repeats=2,
 )
-"""The quick extent: at most 40 seconds on two cores. The median of three resident runs ignores a disturbed one."""
+"""The quick extent: at most 40 seconds on two cores. The median of three rounds or runs ignores a disturbed one."""

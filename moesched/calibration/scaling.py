@@ -13,12 +13,13 @@ from msgspec.structs import replace
 
 from moesched.calibration.task_times import point
 from moesched.machines import CostPoint
-from moesched.machines.calibrated import ROUTE_WITHIN
+from moesched.machines.calibrated import CACHED_EXPERT, ROUTE_WITHIN
 from moesched.machines.product_times import RESIDENT, ProductTimes
 from moesched.models.config import ITEM_BYTES, DType
 
 SOURCE: DType = "bfloat16"
-MATRICES = {"pre_attention": 1, "route": 1, ROUTE_WITHIN: 1, "sample": 1, "expert": 3, "experts": 3}
+EXPERTS = ("expert", CACHED_EXPERT, "experts")
+MATRICES = dict.fromkeys(("pre_attention", "route", ROUTE_WITHIN, "sample"), 1) | dict.fromkeys(EXPERTS, 3)
 """Number of matrices that each kind of work on weights multiplies with."""
 
 

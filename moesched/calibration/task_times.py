@@ -13,13 +13,16 @@ import numpy as np
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
-from moesched.machines.calibrated import AWAIT, DISPATCH, HOP, ROUTE_WITHIN, work_class_of
+from moesched.machines.calibrated import AWAIT, CACHED_EXPERT, DISPATCH, HOP, ROUTE_WITHIN, work_class_of
 from moesched.machines.cost_model import at_once
+from moesched.machines.product_times import RESIDENT
 from moesched.models.config import DType, ModelConfig
 from moesched.tasks import PageTransfer, Task
 from moesched.work import Work, WorkPart
 
 LEAST_SECONDS = 1e-6
+CACHED = "cached "
+"""Prefix of the names of operations on weights that were fetched for an earlier task."""
 WITHOUT_WEIGHTS = ("attention", "combine")
 """Verbs within a layer that use no weights."""
 
@@ -29,7 +32,8 @@ class Group(NamedTuple):
 
     Attributes:
         batch: index of the batch of prompts.
-        resident: whether the weights stay in memory.
+        weights: "resident " if the weights stay in memory, "cached " if an earlier task used them since they were
+            fetched, empty if they were fetched just before; the beginning of the names of operations.
         number: index of the micro-batch; for an expert, the number of tokens that it computes, coarsely rounded.
     """
 
@@ -37,7 +41,7 @@ class Group(NamedTuple):
     dtype: str
     batch: int
     verb: str
-    resident: bool
+    weights: str
     number: int
     prefill: bool
 
@@ -80,11 +84,13 @@ class TaskTimes:
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: [], AWAIT: []}
         self._moves: dict[WorkPart, list[float]] = {}
 
-    def add(self, run: RunKey, tasks: Iterable[Task]) -> None:
+    def add(self, run: RunKey, tasks: Sequence[Task]) -> None:
         """Add a run whose tasks ran one by one: their times are the times of tasks alone.
 
-        `longer_than` also uses the times of fetches, unless the fetches convert weights to another dtype.
+        Experts that were fetched for an earlier task have costs of their own. `longer_than` also uses the times of
+        fetches, unless the fetches convert weights to another dtype.
         """
+        self._add_means(run, (task for task in tasks if _is_cached_expert(task)), CACHED)
         for task in tasks:
             self._alone.setdefault(_key(run, task), []).append(_seconds(task))
             if task.verb == "fetch" and run.dtype == run.model.dtype:  # otherwise a fetch converts, too
@@ -96,7 +102,7 @@ class TaskTimes:
         Such runs are separate, since after a fetch every task is slower for a while: the processor has waited, and its
         caches have other data.
         """
-        self._add_means(run, tasks, resident=True)
+        self._add_means(run, tasks, RESIDENT)
         self._add_awaits(tasks)
 
     def _add_awaits(self, tasks: Sequence[Task]) -> None:
@@ -117,19 +123,19 @@ class TaskTimes:
         for task in fetched:
             self._alone.setdefault(_key(run, task, fresh=True), []).append(_seconds(task))
         on_weights = (task for task in fetched if task.verb not in ("fetch", *WITHOUT_WEIGHTS))
-        self._add_means(run, on_weights, resident=False)
+        self._add_means(run, on_weights)
 
-    def _add_means(self, run: RunKey, tasks: Iterable[Task], *, resident: bool) -> None:
+    def _add_means(self, run: RunKey, tasks: Iterable[Task], weights: str = "") -> None:
         """Add the mean seconds of each group of tasks of a run.
 
         A group's first task, which chooses kernels for the others, counts only if there are no others.
 
         Args:
-            resident: whether all weights stay in memory.
+            weights: the state of the tasks' weights, as in `Group`.
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
-            group = _group(run, task, resident=resident)
+            group = _group(run, task, weights)
             times.setdefault(group, []).append(_seconds(task))
             self._works.setdefault(group, task.work)
             if task.verb == "post_attention":
@@ -244,8 +250,7 @@ class TaskTimes:
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
         work, seconds = self._works[group], median(self._times[group])
-        prefix = "resident " if group.resident else ""
-        part = work.parts[0]
+        part, prefix = work.parts[0], group.weights
         if group.verb in ("pre_attention", "route"):
             yield point(f"{prefix}{group.verb}", group.dtype, part.rows, part.size, seconds)
         elif group.verb == "run_expert":
@@ -270,11 +275,11 @@ class TaskTimes:
             prefix: beginning of the names of operations.
             seconds: time of a task of the group.
         """
-        before = self._times.get(group._replace(verb="pre_attention", resident=True))
-        after = self._times.get(group._replace(verb="combine", resident=False))
+        before = self._times.get(group._replace(verb="pre_attention", weights=RESIDENT))
+        after = self._times.get(group._replace(verb="combine", weights=""))
         if before and after:
             parts = self._works[group].parts
-            alike = self._works[group._replace(verb="pre_attention", resident=True)].parts[0]
+            alike = self._works[group._replace(verb="pre_attention", weights=RESIDENT)].parts[0]
             route, experts = parts[0], [part for part in parts if part.operation.endswith("experts")]
             within = median(before) * route.size / alike.size
             yield point(f"{prefix}{ROUTE_WITHIN}", group.dtype, route.rows, route.size, within)
@@ -341,14 +346,19 @@ def rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
-def _group(run: RunKey, task: Task, *, resident: bool) -> Group:
+def _is_cached_expert(task: Task) -> bool:
+    """Test whether a task runs an expert whose weights were fetched for an earlier task."""
+    return task.verb == "run_expert" and task.work.parts[0].operation == CACHED_EXPERT
+
+
+def _group(run: RunKey, task: Task, weights: str) -> Group:
     model, dtype, batch = run
     if task.verb == "run_expert":
         rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
-        return Group(model.name, dtype, batch, task.verb, resident, rows, False)
+        return Group(model.name, dtype, batch, task.verb, weights, rows, False)
     if task.verb in ("embed", "sample", *WITHOUT_WEIGHTS):
-        resident = False
-    return Group(model.name, dtype, batch, task.verb, resident, task.micro_batch, task.phase == "prefill")
+        weights = ""
+    return Group(model.name, dtype, batch, task.verb, weights, task.micro_batch, task.phase == "prefill")
 
 
 def _key(run: RunKey, task: Task, *, fresh: bool = False) -> TaskKey:

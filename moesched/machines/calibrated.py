@@ -28,7 +28,11 @@ CACHE_WRITING = "offload_kv"
 DISPATCH, HOP, AWAIT = "dispatch", "hop", "await"
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 ROUTE_WITHIN = "route within post_attention"
-ON_WEIGHTS = ("pre_attention", "route", ROUTE_WITHIN, "sample", "expert", "experts")
+CACHED_EXPERT = "cached expert"
+"""Operation of an expert that was fetched for an earlier task."""
+ON_WEIGHTS = ("pre_attention", "route", ROUTE_WITHIN, "sample", "expert", CACHED_EXPERT, "experts")
+WITHIN_A_CALL = (ROUTE_WITHIN, "experts")
+"""Operations on weights that share one call of the native kernels with others."""
 MOST_FEW_ROWS = 16
 """Most rows with which a product is still bound by reading its weights, and so uses most of the memory bandwidth."""
 
@@ -71,8 +75,9 @@ class Calibrated:
                 "or choose another --dtype"
             )
         self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
-        self._coded = CodedCosts(machine.cost_table, dtype)
         self._products = ProductTimes(machine.cost_table)
+        self._call = self._products.call_seconds(dtype)
+        self._coded = CodedCosts(machine.cost_table, dtype, self._call)
         self._head = self._surfaces.get(f"{RESIDENT}sample")
         self._slowed = slowed_beside(machine)
 
@@ -100,12 +105,17 @@ class Calibrated:
         """Yield the parts of `work`, each with the name of the operation in the cost table whose time applies to it.
 
         The operation "route" has another name in a task `post_attention`: there it is part of one call of the native
-        kernels, in which the router hands no choices to the host.
+        kernels, in which the router hands no choices to the host. A cached expert takes as long as one that was just
+        fetched, if none was measured.
         """
         for part in work.parts:
             within = part.operation.replace("route", ROUTE_WITHIN)
-            whole = work.kind == "post_attention" and within in self._surfaces
-            yield part._replace(operation=within) if whole else part
+            if work.kind == "post_attention" and within in self._surfaces:
+                yield part._replace(operation=within)
+            elif part.operation == CACHED_EXPERT and CACHED_EXPERT not in self._surfaces:
+                yield part._replace(operation="expert")
+            else:
+                yield part
 
     def seconds(self, part: WorkPart) -> float:
         """Return the seconds of one repetition of a part's operation.
@@ -128,7 +138,12 @@ class Calibrated:
             resident = part.operation.startswith(RESIDENT)
             added = seconds - self._product(plain.size, plain.rows, resident=resident)
             return self._product(plain.size, plain.rows, stored=COLUMNS) + max(0.0, added)
-        return longer * seconds
+        return seconds if longer == 1.0 else self._longer(part, seconds, longer)
+
+    def _longer(self, part: WorkPart, seconds: float, times: float) -> float:
+        """Return the seconds of a part whose weights take a multiple of the time; a call of its own takes no longer."""
+        call = 0.0 if part.operation.removeprefix(RESIDENT) in WITHIN_A_CALL else min(self._call, seconds)
+        return call + times * (seconds - call)
 
     def _is_transposed(self, part: WorkPart) -> bool:
         """Test whether a part's weights are transposed, and products with such weights were measured."""

@@ -8,7 +8,7 @@ from moesched.models.footprint import KEPT_ROWS
 from moesched.work import Work, WorkPart
 
 GROUPED = ("experts", "resident experts")
-EXPERTS = ("expert", "resident expert", *GROUPED)
+EXPERTS = ("expert", "cached expert", "resident expert", *GROUPED)
 ONLY_MOVING = ("combine", "embed")
 
 KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2

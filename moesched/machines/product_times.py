@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import median
 
 from moesched.machines.machine import CostPoint
 from moesched.machines.surfaces import Surface
@@ -46,6 +47,18 @@ class ProductTimes:
         """Test whether products with transposed matrices were measured in a dtype."""
         return (PRODUCT, dtype, COLUMNS) in self._surfaces
 
+    def call_seconds(self, dtype: str) -> float:
+        """Return the seconds that a call of a product takes for one row and a matrix of next to no weights.
+
+        It is where the times of the two smallest matrices lead to: the median over formats, since each is a small
+        difference of noisy times, and at most half of the shortest time. 0 if only one size was measured.
+        """
+        alike = [surface for (_, measured, _), surface in self._surfaces.items() if measured == dtype]
+        if not alike:
+            return 0.0
+        shortest = min(surface(surface.smallest, 1) for surface in alike)
+        return max(0.0, min(shortest / 2, median(surface.at_no_size(1) for surface in alike)))
+
     def seconds(
         self, dtype: str, weights: float, rows: float, *, stored: str = "", resident: bool = False
     ) -> float:
@@ -70,18 +83,20 @@ class ProductTimes:
 class CodedCosts:
     """Costs of work on coded (quantised) weights, relative to work on equally many plain weights.
 
-    The costs follow from measured times of products. All matrices of a `WorkPart` count as one matrix, since a call of
-    the native kernels multiplies by all of them. A format that was not measured takes the times of the format with the
-    nearest number of bits per weight.
+    The costs follow from measured times of products, less `call` seconds of each. All matrices of a `WorkPart` count as
+    one matrix, since a call of the native kernels multiplies by all of them. A format that was not measured takes the
+    times of the format with the nearest number of bits per weight.
 
     Args:
         points: costs measured on one processor.
         dtype: dtype of the computation.
+        call: seconds of each product that do not depend on its weights.
     """
 
-    def __init__(self, points: Iterable[CostPoint], dtype: str) -> None:
+    def __init__(self, points: Iterable[CostPoint], dtype: str, call: float = 0.0) -> None:
         self._times = ProductTimes(points)
         self._dtype = dtype
+        self._call = call
         self._measured = self._times.formats(dtype)
 
     def plain(self, part: WorkPart) -> tuple[WorkPart, float]:
@@ -105,7 +120,7 @@ class CodedCosts:
     def _ratio(self, stored: str, weights: float, rows: float, *, resident: bool) -> float:
         """Return the ratio of a product's time with weights in a storage format to its time with as many plain weights.
 
-        The result is 1 for transposed plain weights whose products were not measured.
+        Both are without the call. The result is 1 for transposed plain weights whose products were not measured.
 
         Args:
             stored: the storage format.
@@ -117,7 +132,8 @@ class CodedCosts:
             return 1.0
         measured = stored if stored == COLUMNS else nearest_by_bits(stored, self._measured)
         coded = self._times.seconds(self._dtype, weights, rows, stored=measured, resident=resident)
-        return coded / self._times.seconds(self._dtype, weights, rows, resident=resident)
+        plain = self._times.seconds(self._dtype, weights, rows, resident=resident)
+        return (coded - self._call) / (plain - self._call)
 
 
 def _bytes_per_weight(stored: str, dtype: str) -> float:

@@ -50,7 +50,7 @@ class Surface:
     More rows never take less time. Larger weights may take less, since a device uses more cores from some size on.
 
     Attributes:
-        largest: the largest measured size.
+        smallest, largest: the smallest and the largest measured size.
     """
 
     def __init__(self, points: Iterable[CostPoint]) -> None:
@@ -58,11 +58,19 @@ class Surface:
         for point in points:
             by_size.setdefault(point.size, []).append((point.rows, point.seconds))
         self._curves = {size: Curve(measured) for size, measured in by_size.items()}
-        self.largest = max(by_size)
+        self.smallest, self.largest = min(by_size), max(by_size)
 
     def __call__(self, size: float, rows: float) -> float:
         through = ((each, curve(rows)) for each, curve in self._curves.items())
         return Curve(through, rising=False)(size)
+
+    def at_no_size(self, rows: float) -> float:
+        """Return the seconds at which the line through the two smallest sizes begins; 0 if only one was measured."""
+        sizes = sorted(self._curves)[:2]
+        if len(sizes) == 1:
+            return 0.0
+        small, large = (self._curves[size](rows) for size in sizes)
+        return small - sizes[0] * (large - small) / (sizes[1] - sizes[0])
 
 
 def _rising(values: Iterable[float]) -> list[float]:

@@ -274,6 +274,10 @@ class ExpertOperations(Products):
         """Return the cost of one expert on `tokens` tokens, if its weights were copied to the accelerator for it."""
         return self._expert(tokens, 0.0)
 
+    def cached_expert(self, tokens: int) -> Amount:
+        """Return the cost of one expert on `tokens` tokens, if its weights were copied for a task before it."""
+        return self._expert(tokens, 0.0, "cached expert")
+
     def experts(self, tokens: int, chosen: Sequence[int] | None = None) -> Amount:
         """Return the cost of a layer's experts for `tokens` tokens.
 
@@ -313,10 +317,10 @@ class ExpertOperations(Products):
         moved = 2 * self.layer.feed_forward.top_k * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("combine", moved),))
 
-    def _expert(self, tokens: int, resident: float) -> Amount:
+    def _expert(self, tokens: int, resident: float, operation: str = "expert") -> Amount:
         hidden, width = self.config.hidden, self.layer.feed_forward.intermediate
         activations = tokens * (2 * hidden + 3 * width) * self.element
-        parts = self.expert_product.parts("expert", tokens, resident)
+        parts = self.expert_product.parts(operation, tokens, resident)
         nbytes = self.expert_bytes + activations
         return Amount(6.0 * tokens * hidden * width, nbytes, parts, self.expert_product.kernel_rate)
 

@@ -33,6 +33,8 @@ class View(Generic[K]):
         bound: the weights in the form that the device's kernels read, set by the device; None before that.
         noted: the last step in which the pools counted a use of the view; they count no second use in that step. If a
             pool's replacement rule counts every use, this stays `LOADED` (-1), and every use is counted.
+        read_before: whether an earlier task read the pages since they arrived, or they were loaded before the
+            first step; set for views of experts.
         used: the last step in which a kernel read through the view. Before the first read, and always for a view
             without a join, this is the step in which the view was opened.
         moving: those of `slots` whose pages may be replaced; the pages of all other slots stay for the whole run.
@@ -40,7 +42,10 @@ class View(Generic[K]):
         reads: the blocks that a kernel depends on if it reads through the view.
     """
 
-    __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots", "used")
+    __slots__ = (
+        *("block", "bound", "key", "moving", "noted", "owner", "pages", "read_before", "reads", "slots"),
+        "used",
+    )
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class View(Generic[K]):
         self.slots = slots
         self.bound: Any = None
         self.noted = LOADED
+        self.read_before = False
         self.used = step
         self.moving = tuple(slot for slot in slots if not slot.fixed)
         self.block: Block | None = None

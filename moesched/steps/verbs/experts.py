@@ -9,6 +9,7 @@ from moesched.errors import OutOfOrder, PolicyError
 from moesched.steps.micro_batch import HostOutput, MicroBatch, RoutingState
 from moesched.steps.node_experts import ownership_problem
 from moesched.steps.pipeline_stages import PipelineStage
+from moesched.steps.pool_counts import LOADED
 from moesched.steps.preview_accuracy import PredictorAnswer
 from moesched.steps.verbs.base import Verbs
 from moesched.steps.verbs.expert_rows import (
@@ -350,8 +351,10 @@ class ExpertVerbs(Verbs):
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
-        if view.moving and view.noted != self._number:
-            view.use(self._number, tokens)
+        if view.moving:
+            view.read_before = view.moving[0].read >= LOADED
+            if view.noted != self._number:
+                view.use(self._number, tokens)
         return view
 
     def _expert_task(
@@ -366,7 +369,8 @@ class ExpertVerbs(Verbs):
     ) -> Task:
         """Make a task of an expert on rows of a micro-batch; `tokens` is the number of rows.
 
-        Resident weights may have another layout than fetched ones, and thus another cost.
+        Resident weights may have another layout than fetched ones, and thus another cost. In one memory, the first task
+        on weights that just arrived takes longer than those after it.
 
         A device computes all resident experts of a layer for a micro-batch in one call for each processor. Only the
         first of these tasks costs a launch. Fetched experts start one by one, as they arrive.
@@ -378,6 +382,8 @@ class ExpertVerbs(Verbs):
         stays = view.slots[0].fixed
         if stays and (at == "accelerator" or self._state.unified):
             kind, amount = f"resident expert at {at}", operations.resident_expert
+        elif view.read_before and self._state.unified:
+            kind, amount = f"cached expert at {at}", operations.cached_expert
         joins = stays and at in called
         if joins:
             kind += ", joined"  # traces tell works apart by their kind, and this one costs less
