@@ -70,7 +70,8 @@ class PlainEngine:
     """Keeps one rank's graph of tasks, and starts the tasks on the rank's lanes; written in Python alone.
 
     Args:
-        lanes: the serial resources that tasks run on.
+        lanes: the serial resources that tasks run on. A ready-first lane starts the most urgent of its ready tasks; an
+            in-order lane starts its tasks in program order.
     """
 
     __slots__ = (

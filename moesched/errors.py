@@ -9,7 +9,7 @@ MoeschedError
 │   ├── OutOfOrder      a verb whose input does not exist yet, or was consumed already
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
 │   └── OverBudget      more bytes than the budget of a memory allows
-├── KernelFailed        a kernel from outside the tree raised, or returned a wrong type, shape or dtype
+├── KernelFailed        a kernel of a plug-in raised, or returned a wrong type, shape or dtype
 ├── WrongValue          a device returned a value that is no result of a task; names device, value and task
 ├── TaskFailed          a task raised an error on its lane; names task, lane and line
 ├── TransportError      a collective cannot end: a rank is missing or gave up, or the transport was closed

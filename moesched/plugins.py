@@ -108,10 +108,10 @@ class _FoundName(str):
 
 
 def found_here(kind: Kind, given: T) -> T:
-    """Return `given`; if it names a module or a file, the class is found now, and the returned name holds it.
+    """Return `given`; if it is a name with a module or a file in it, load the class now, and keep it with the name.
 
-    Such a name then stands for the same class in any current folder. Installed names do so anyway, so their modules are
-    imported only when they are used.
+    The returned name then stands for this class even if the current folder changes. An installed name does not depend
+    on the current folder: it is returned as it is, and its module is imported only when it is used.
 
     Raises:
         BadInput: `find` cannot find or load the plug-in.

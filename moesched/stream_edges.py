@@ -38,7 +38,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 
 def leave_to_device(task: Task) -> list[Task]:
-    """Move the waits of a task's followers on the same device from the host to the device; return these followers."""
+    """Let the device, not the host, make a task's followers on the same device wait for it; return these followers."""
     domain = task.lane.domain
     released: list[Task] = []
     kept: list[Task] = []
@@ -69,12 +69,12 @@ def _wait_there(task: Task, other: Task) -> None:
 
 
 def wait_on_host(task: Task) -> bool:
-    """Make a task that will not run wait on the host for the tasks that it waits for on its device.
+    """Move the waits of a task that will not run from its device to the host.
 
-    The engine cancels it once they have settled: once each is done, failed or cancelled.
+    The engine cancels the task once all tasks that it waits for have settled: are done, failed or cancelled.
 
     Returns:
-        whether any of them has not settled yet.
+        whether any of those tasks has not settled yet.
     """
     unsettled = 0
     for other in before_on_device(task):

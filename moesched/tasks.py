@@ -72,9 +72,10 @@ class Block:
         self.readers: list[Task] = []
 
     def forget_readers(self, before: int) -> None:
-        """Drop settled readers of the steps before the step `before`, so that the list stays short in a long run.
+        """Drop readers of steps before the step `before` that have ended, so that the list stays short in a long run.
 
-        Readers of other steps stay, settled or not, since whether a trace shows an edge must not depend on timing.
+        Readers of `before` and later steps stay even if they have ended: whether a trace shows an edge must not depend
+        on timing.
         """
         self.readers = [task for task in self.readers if task.step >= before or task.state < DONE]
 
@@ -89,19 +90,20 @@ class Lane:
         discipline: the order of tasks. "ready_first" takes, of the ready tasks, the one of the lowest priority class,
             and of several in that class the earliest. "in_order" takes tasks in the order of submission.
         domain: name of the device, if the lane is one of its streams; None for other lanes. The device itself enforces
-            edges between its streams: a task is handed over as soon as those that it waits for there were handed over.
-        depth: any ready task may be handed to the stream while fewer tasks than this are in flight. A task is in flight
-            if it was handed over and has not ended.
+            edges between its streams, so the engine does not wait for tasks on the same device to end: it hands a task
+            over as soon as it has handed over those that the task depends on.
+        depth: number of tasks in flight below which any ready task may be handed to the stream. A task is in flight if
+            it was handed over and has not ended.
         depth_in_order: the largest number of tasks in flight, at least `depth`. While `depth` or more are in flight,
-            only the next task in program order is handed over. Any other task could delay an earlier one that becomes
-            ready meanwhile.
+            only the next task in program order (the order of submission) is handed over. Any other task could delay an
+            earlier one that becomes ready meanwhile.
 
     Attributes:
         in_order: whether the discipline is "in_order".
         in_flight: number of tasks that are handed to the stream and have not ended.
         busy: nanoseconds for which tasks have run on the lane so far.
         running: the task that holds the lane; None while the lane is idle.
-        over: whether the lane's run is over; a later run refuses its tasks as handles.
+        over: whether the lane's run is over; the driver of a later run refuses to await tasks of this lane.
         simple: whether the lane carries no collectives, and its engine was not halted. Then nothing but edges and the
             lane itself decides when a task starts.
         unstarted: the tasks of a stream in program order, from the first that has not started.
@@ -235,7 +237,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     Attributes:
         lane: the lane that runs it.
         work: the task's demands on the machine.
-        verb: the verb that the task carries out, whole or in part.
+        verb: the kind of operation, such as "fetch" or "run_expert", that the task carries out, whole or in part.
         layer, micro_batch, expert: numbers of the layer, micro-batch and expert of the task; -1 for none.
         operands: the operation's arguments, for the device.
         step: number of the task's step; -1 for a task of no step.

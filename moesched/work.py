@@ -18,7 +18,7 @@ class WorkPart(NamedTuple):
         rows: number of rows (tokens) that the weights are multiplied with, or the mean if an expert's tokens are not
             known. For a transfer: number of pages. For a decode step's attention: number of KV heads.
         times: the number of operations; if only its expected value is known, that may be a fraction.
-        coded: pairs of the name of a coded storage format and the bytes of weights in it; other weights are not coded.
+        coded: pairs (storage format, bytes) of the quantised weights, and of plain transposed ones under `COLUMNS`.
     """
 
     operation: str
@@ -36,8 +36,8 @@ class Demand(NamedTuple):
         shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
             decimals, so that similar tasks have equal shares.
         work_class: the class of work that the task belongs to, by which measured slowdowns are found; empty for none.
-        slowed: pairs (classes, speed): the measured speed of the task while tasks of these classes run beside it,
-            relative to its speed alone. `at_once` joins the names of the classes to one text.
+        slowed: pairs (classes, speed): the measured speed of the task while tasks of certain work classes run beside
+            it, relative to its speed alone. `classes` is their names in one text, as `cost_model.at_once` joins them.
         lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
@@ -60,7 +60,8 @@ class Work(msgspec.Struct, eq=False):
         nbytes: bytes read from and written to the processor's memory, or carried over a link.
         tokens: rows of the operation, for cost tables.
         parts: the operations that the work consists of, for cost tables.
-        kernel_rate: share (0 to 1) of the processor's FLOP/s that kernels reach on weights as they are stored.
+        kernel_rate: share (0 to 1) of the processor's FLOP/s that kernels reach; below 1 where they first convert the
+            weights from the format in which they are stored.
         joins: whether an earlier task's launch includes this work, which then launches no kernels itself.
         nanoseconds: the task's time alone on the machine; -1 until the virtual driver computes it.
         lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.

@@ -1,7 +1,7 @@
-"""The MoE FFN on the CPU: F_g = 0 in MoE-Lightning's search (section 4.2); attention runs where the KV cache is.
+"""The MoE FFN on the CPU, as in MoE-Lightning with F_g = 0 (section 4.2); attention runs where the KV cache is.
 
-No expert's weights move in decode: hidden states go to the CPU and come back. Prompts have enough rows to make the
-transfer of weights pay, so in prefill experts stream to the GPU.
+F_g says whether the GPU computes the FFN. No expert's weights move in decode: hidden states go to the CPU and come
+back. Prompts have enough rows to make the transfer of weights pay, so in prefill experts stream to the GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Expert parallelism with copies: several nodes hold an expert, and the least loaded one runs it.
 
-The Apple silicon cluster paper's placement mirrors two halves, so that a node can only relieve its twin. Here any two
-nodes may share experts, which lowers the load of the busiest node. Experts are warmed only where the machine unwires
-idle weights: each node warms experts that several tokens have not used and, while it would wait, its least recently
-used ones.
+The placement of the Apple silicon cluster paper (RACS'24) gives one half of the experts to every second node and the
+other half to the rest, so that a node can only relieve nodes with the same half. Here any two nodes may share experts,
+which lowers the load of the busiest node. Where the GPU's driver unwires idle weights, each node warms experts (runs
+them on zeros, only to read their weights): those unused for several tokens and, while the node would wait for others,
+its least recently used ones.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from moesched.steps.step import Step
 class EpRouterAided(NodeExperts):
     """Runs chosen experts, then warms least recently used ones until as many ran as on the busiest node.
 
-    Thus no weights are idle for long, at no cost to the busiest node.
+    To warm an expert is to run it on zeros, only to read its weights, since a Mac's GPU driver unwires weights that are
+    idle for long. The busiest node does no additional work.
 
     Settings:
         decentralised: True to have every node attend, route and add up, and exchange once a layer; False to have the

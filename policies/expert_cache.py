@@ -35,10 +35,11 @@ class ExpertCache(LayerByLayer):
     latencies of the machine's cost model. Fetched experts enter the cache. If the host does not have the weights, all
     missing experts are fetched.
 
-    In simulations of Mixtral and Qwen3, a decode step with the kit's `LayerDecisions` took at most 2.6 % less time, but
-    the decision took longer. `LayerDecisions` may also fetch experts with few tokens, which take the host as long as
-    others, and the accelerator less long. With several micro-batches it ranks experts by the time of their kernels,
-    since each micro-batch has a kernel of its own. It also counts the copies of rows.
+    `LayerDecisions` in moesched.dispatch considers more divisions. In simulations of Mixtral and Qwen3, it made decode
+    steps at most 2.6 % shorter, but computing a division took longer. It may also fetch experts with few tokens: the
+    host needs as long for them as for experts with more tokens, but the accelerator needs less time. With several
+    micro-batches it ranks experts by the time of their kernels, since each micro-batch has a kernel of its own. It also
+    includes the time to copy rows between host and accelerator.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.

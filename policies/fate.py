@@ -1,8 +1,9 @@
 """Fate (Fang et al. 2025, arXiv 2502.12224): prefetches by the next layer's gate, and favours the first layers.
 
 The first layer cannot be forecast, and the layers after it are forecast worse than later ones. So the first layers'
-experts stay, as far as there is room, and the later layers share the rest. Caches adapt between recency and frequency.
-The paper also moves rare experts in fewer bits, which would change tokens and is not done here.
+experts stay, as far as there is room, and the later layers share the rest. The caches' eviction rule (ARC) learns
+whether recent or frequent use is the better sign. The paper also moves rare experts quantised to fewer bits,
+which would change tokens and is not done here.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from moesched.steps.step import Step
 
 
 class FrequencyCache(LayerByLayer):
-    """Runs cached experts on the accelerator, and others on the host; fetches what the host cannot run.
+    """Runs cached experts on the accelerator, others on the host; fetches experts that are used again.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.

@@ -41,11 +41,11 @@ class _Gain(NamedTuple):
 class HybriMoE(LayerByLayer):
     """Divides experts between host and accelerator, prefetches by impact, and evicts by router score.
 
-    A prefetch that is wrong or late only holds up copies of the layers in between. So the gain of a prefetch is
-    multiplied by the share of earlier prefetches that were right and in time. In simulations of Mixtral with 50 to 80 %
-    of previews right, prefetches make decode up to 0.6 % slower, or 5 % faster; with previews that are always right, up
-    to 15 % faster. With small experts, such as those of Qwen3, prefetches gain less time than the kernels of the
-    previews take. `ahead=0` omits previews and prefetches.
+    A prefetch that is wrong or late saves no time, and delays the copies of the layers in between. So the gain of a
+    prefetch is multiplied by the chance that it is right and in time, as seen in the run so far. In simulations of
+    Mixtral in which 50 to 80 % of previews are right, decode with prefetches is between 0.6 % slower and 5 % faster; if
+    previews are always right, it is up to 15 % faster. With small experts, such as those of Qwen3, prefetches save less
+    time than the kernels of the previews take. `ahead=0` turns previews and prefetches off.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
@@ -113,7 +113,7 @@ class HybriMoE(LayerByLayer):
             self.right[ahead] += len(named & chosen)
 
     def _chance(self, ahead: int) -> float:
-        """Return the share of prefetches so far that saved time: those that were needed, and arrived in time.
+        """Return the chance that a prefetch saves time: the share of right previews times that of timely prefetches.
 
         Args:
             ahead: number of layers from the preview to the previewed layer.
@@ -123,9 +123,9 @@ class HybriMoE(LayerByLayer):
     def _prefetch(self, step: Step, i: int, expected: Mapping[int, Routed]) -> None:
         """Prefetch the experts whose arrival shortens the time of their layers most.
 
-        Later layers are taken to be like layer `i`. On the link, a layer's own fetches go before prefetches, but a page
-        that is under way is not interrupted. So in each layer that a prefetch outlasts, fetches or outputs of the host
-        wait for one page.
+        Later layers are assumed to leave the link idle for as long as layer `i` does. On the link, a layer's own copies
+        go before prefetches, but a page that is under way is not interrupted. So in each layer during which a prefetch
+        is under way, the layer's own fetches, or outputs that come from the host, wait for one page.
 
         Args:
             expected: the expected routing of each later layer, by layer.
@@ -146,10 +146,10 @@ class HybriMoE(LayerByLayer):
             gains[best] = self._gain(best, expected[best])
 
     def _wait(self, later: float) -> float:
-        """Return the seconds for which a prefetch holds up layers: those of one page for each layer that it outlasts.
+        """Return the seconds by which a prefetch delays layers: the time of one page per layer that the prefetch spans.
 
         Args:
-            later: seconds that the layer takes whose expert is prefetched.
+            later: duration in seconds of the layer for which an expert is prefetched.
         """
         return self.page * max(1.0, self.decisions.transfer / max(self.division.seconds, later))
 

@@ -1,6 +1,6 @@
 """Three tiers: CGOPipe with weights that do not fit into host memory either, and come from the disk.
 
-Both offloading papers keep all weights in host memory. Here host memory keeps the pages that fit beside the KV cache.
+MoE-Lightning and Fiddler keep all weights in host memory. Here it keeps only the pages that fit beside the KV cache.
 The others are read from the disk into a buffer of the host, while earlier pages cross the link to the accelerator.
 """
 

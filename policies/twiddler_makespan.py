@@ -1,7 +1,8 @@
 """Twiddler with the makespan minimised: of all ways to run a layer's experts, the one in which the layer ends first.
 
-Algorithm 1 compares two latencies for each expert by itself, as if the others took no time. The link is thus idle while
-the CPU has a queue of experts that are each faster there, and the CPU is idle if each is faster moved.
+Algorithm 1 compares two latencies for each expert by itself, as if the others took no time. If running on the CPU is
+faster for every expert, experts queue there while the link is idle; if moving is faster for every expert, the CPU is
+idle.
 """
 
 from __future__ import annotations

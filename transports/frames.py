@@ -7,7 +7,7 @@ order) follow:
     version     1         VERSION
     kind        1         Kind: the purpose of the frame
     rank        2         the sender
-    epoch       8         the number of the ranks' start
+    epoch       8         the number of the period in which the same ranks run together
     sequence    8         the number of the exchange between these ranks, from 0
     ticket      8         Exchange.ticket
     step        8         Exchange.step

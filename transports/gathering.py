@@ -38,7 +38,7 @@ CLOSED = "the transport was closed"
 
 
 class GatheringTransport(ABC):
-    """Carries out one rank's collectives by a library's all-gather, on a thread, since it cannot be interrupted.
+    """Carries out one rank's collectives by a library's all-gather, on a thread, since a call cannot be interrupted.
 
     Args:
         rank: number of this rank, from 0.

@@ -44,7 +44,7 @@ class Mesh:
     Args:
         addresses: one address for each rank: `tcp://HOST:PORT` or `ipc://PATH`.
         rank: number of this rank.
-        epoch: number of the ranks' start; frames of other starts are refused.
+        epoch: number of the period in which these ranks run together; frames of other epochs are refused.
         keys: the CURVE keys; None is allowed only if all addresses are on this machine.
         listen: the address to bind, such as `tcp://*:PORT` where HOST is a name; None for the rank's own address.
         lost_after_seconds: silence after which a machine counts as lost. The end of a process is noticed at once, since
@@ -149,7 +149,7 @@ class Mesh:
         return frame
 
     def is_from(self, message: Message, rank: int) -> bool:
-        """Return True if a message was sent with the key of this rank; without keys always True, as nobody can tell."""
+        """Return True if a message was sent with the key of the rank `rank`; always True if the mesh has no keys."""
         if self._keys is None or message.peer == rank:
             return True
         return message.peer is None and _metadata(message, "User-Id") == str(rank)

@@ -38,7 +38,8 @@ class Rest(NamedTuple):
 
     Attributes:
         unsent: the ranks to which the part has still to be sent.
-        message: a message other than the expected part of a rank; None if no message came in time.
+        message: the received message that is not the expected part of a rank; None if none came in time, or none was
+            waited for, since the part could not be sent to all ranks.
     """
 
     unsent: tuple[int, ...]

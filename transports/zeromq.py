@@ -38,7 +38,7 @@ class ZeroMqTransport:
         rank: number of this rank, from 0.
         keys: this rank's secret key and all ranks' public keys, in Z85. Without keys nothing is encrypted, which is
             refused unless all addresses are on this machine.
-        epoch: number of the ranks' start; frames of other starts are refused.
+        epoch: number of the period in which these ranks run together; frames of other epochs are refused.
         timeout_seconds: time limit of an exchange.
         listen: the address to bind; None for the rank's own.
         lost_after_seconds: silence after which a machine counts as lost; the end of a process is noticed at once.

@@ -37,8 +37,8 @@ class Binder:
     def bound(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound:
         """Return the function that computes an operation with these weights on the accelerator, for `memory.rows` rows.
 
-        The weights keep the bound kernel for later calls. `memory` keeps it instead if the kernel has `uses_memory`;
-        without `memory.kept`, such a kernel is bound anew at each call.
+        The first call binds a kernel. If its `Kernel.uses_memory` is False, the weights keep it for later calls.
+        Otherwise `memory` keeps it if `memory.kept` is True; if that is False, each call binds the kernel anew.
         """
         return (
             memory.bound((operation, weights.number))

@@ -1,4 +1,4 @@
-"""The conformance suite of kernels: checks shapes, accuracy, and that bits depend on no other rows or row blocks."""
+"""The conformance suite of kernels: checks shapes and accuracy, and that other rows and row blocks change no bits."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
 
 
 def tiles_of(x_TD: Tensor) -> list[slice]:
-    """Return ranges of tokens to compute one after the other, so that little temporary memory is used; one on a GPU."""
+    """Return ranges of tokens to compute one after the other, to save temporary memory; on a GPU, a single range."""
     tokens = max(1, len(x_TD))
     size = TOKEN_TILE if x_TD.device.type == "cpu" else tokens
     return [slice(start, start + size) for start in range(0, tokens, size)]

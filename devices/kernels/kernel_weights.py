@@ -30,8 +30,8 @@ class KernelWeights(dict[str, list[T]]):
     Attributes:
         layer: the description of the layer that the tensors belong to; None for tensors outside the layers.
         number: a number that no other such object has. A `Workspace` keeps bound kernels by operation and this number.
-        bounds: the bound kernels without `uses_memory`, by operation and number of rows; those for the operation
-            "expert" by the kernel's name.
+        bounds: the bound kernels that do not write to a `Workspace` (`Kernel.uses_memory` is False), by operation and
+            number of rows; but kernels for the operation "expert" by the kernel's name.
         refused: pairs of operation and number of rows for which there is no kernel.
     """
 

@@ -65,7 +65,7 @@ class MlxAttentionInputs(MlxKernel):
 
 
 class MlxAttention(MlxKernel):
-    """Attends from new tokens over views of keys and values."""
+    """Stores the keys and values of new tokens in the KV cache, and attends from the new tokens over the cache."""
 
     operation = "attention"
 

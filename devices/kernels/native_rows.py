@@ -147,9 +147,9 @@ class NativeMoELayer(NativeMemoryKernel):
     def refusal(self, case: Case) -> str:
         """Return the reason why this kernel refuses a case; empty if it takes the case.
 
-        Refused are all that `NativeKernel` refuses, and experts that C cannot run (see `unknown_experts`). If matrices
-        are stored transposed, more than 16 rows and activations without a limit are refused. If the layer has a shared
-        expert, all but experts of three matrices with SiLU and no biases are refused.
+        Refused are all cases that `NativeKernel` refuses, and experts that C cannot run (see `unknown_experts`). Cases
+        with matrices that are stored transposed must have at most 16 rows, and an activation with a limit. In a layer
+        with a shared expert, the experts must have three matrices, the activation SiLU, and no biases.
         """
         network = case.network
         if COLUMNS in case.formats:

@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return a decorator that defines a torch operator with a function's name; on the CPU the operator is the function.
+    """Return a decorator that makes a function a torch operator of its name, which on the CPU runs the function.
 
     written: the names of the arguments that the operator writes to.
     """

@@ -1,8 +1,8 @@
 """The interface of kernels: operations, the cases of an operation, and the kernels that compute them.
 
-An operation has inputs, weights and outputs; a device runs the verb of a task by computing one or several operations. A
-kernel computes one operation, for cases that it takes: a number of rows, storage formats of the weights, a dtype, a
-device. A kernel is bound to weights once, which gives a function that is called often.
+An operation has inputs, weights and outputs; a device runs a task by computing one or several operations. A kernel
+computes one operation, for cases that it takes: a number of rows, storage formats of the weights, a dtype, a device. A
+kernel is bound to weights once, which gives a function that is called often.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Operation(NamedTuple):
     """An operation of a model, such as attention or a product with a matrix.
 
     Attributes:
-        matrices: names of the weights whose storage formats decide which kernel takes the operation. If empty, all
-            weights except norms decide; for attention and `combine`, no weights.
+        matrices: names of the weights whose storage formats are listed in a `Case` of the operation. If empty, the
+            formats of all weights except norms are listed; for attention and `combine`, none are.
         call: the arguments and results of a bound kernel's function, in words. `functions.py` explains the letters of
             shapes.
         weights: the names and shapes of the weights that `bind` gets, in words; "" if it gets none.

@@ -1,8 +1,8 @@
 """Attention with sinks, as in gpt-oss: each head has a learned score, the sink, that belongs to no token.
 
 The softmax over a query's scores includes the sink's score, so the sink takes a share of the weights; it has no value
-vector. torch's own attention has no sinks. Source: Xiao et al. 2023, arXiv 2309.17453, where the first tokens are the
-sinks.
+vector. torch's own attention has no sinks. The idea is from Xiao et al. 2023, arXiv 2309.17453; there, the first tokens
+of a sequence serve as sinks instead.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ PRODUCT = Shape(2048, 1024)
 class TimedProducts:
     """Multiplies as the torch device does on the CPU: few rows by the native kernels, more rows by torch.
 
-    Each method `of_...` takes matrices of one shape, and returns a function `prepare(rows)`. Its result, `multiply()`,
-    computes one product of `rows` rows with one of the matrices. The matrices take turns, so that the cache does not
-    hold them.
+    Each method `of_...` takes matrices of one shape, and returns a function of a number of rows. This function
+    returns another one without arguments, which computes one product of that number of rows with one of the matrices.
+    The matrices take turns, so that the cache does not hold them.
 
     Args:
         threads: number of threads.

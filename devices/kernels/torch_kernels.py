@@ -144,7 +144,7 @@ class TorchKernels(Binder):
         fill(self.table, resources)
 
     def rows_apart(self, rows: int) -> bool:
-        """Return True if no row's bits depend on another row, in decode steps of up to `rows` rows."""
+        """Test whether a row's results have the same bits with any other rows, in decode steps of up to `rows` rows."""
         coded = frozenset(self._config.coded_formats)
         cases = (
             Case(name, count, plain and plain | coded, self.dtype, self._device, layer, name == "attention")

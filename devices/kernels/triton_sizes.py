@@ -63,7 +63,8 @@ fastest tiles of a GPU.
 def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
     """Return the tile for a product with this number of rows: the smallest that holds them, or else the largest tile.
 
-    Tiles for float32 have at most 32 rows, and half as many inputs: it has no tensor cores, and twice the bytes.
+    Tiles for float32 have at most 32 rows, and half as many inputs: its products do not run on tensor cores, and its
+    numbers have twice as many bytes as 16-bit ones.
 
     product: name of the product, a key of `TILES`.
     """

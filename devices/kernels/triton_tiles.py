@@ -43,7 +43,8 @@ def rounded(x, DTYPE: tl.constexpr):
 def tile_of(program, row_tiles, output_tiles):
     """Return the index of the tile of rows, and of the tile of outputs, that a program computes.
 
-    Successive programs get tiles with common rows and outputs, so that both are found in caches.
+    GROUP (16) successive programs have the same tile of outputs; the next 16 have the same tiles of rows again. So the
+    rows of x and the rows of the matrix are found in caches.
     """
     group = GROUP * output_tiles
     first = program // group * GROUP

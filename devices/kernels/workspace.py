@@ -53,7 +53,7 @@ class Workspace:
         scratch: memory for intermediate results.
         bound: function that takes a key, and returns the bound kernel that is kept under this key, or None.
         decodes: True in a decode step.
-        step: a device's record of the calls of decode steps, by which it repeats them; None without one.
+        step: the record that a device makes of a decode step's kernel calls, to replay them later; None without one.
     """
 
     def __init__(self, rows: int, scratch: Scratch | None = None, **tensors: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class Workspace:
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Return the tensor of this name, shape and dtype; a call with another name, shape or dtype allocates it.
+        """Return the tensor of this name; allocate it if there is none yet, or only one of another shape or dtype.
 
         Args:
             zero: True to fill the tensor with zeros when it is allocated.

@@ -130,7 +130,7 @@ def _zeros(like: Operand, memory: dict[Block, torch.Tensor]) -> torch.Tensor:
 def _result(tensor: torch.Tensor, of_storages: Mapping[int, int]) -> Result:
     """Describe a tensor that a call on zeros returned.
 
-    of_storages: indices of the call's GPU tensors, by the address of the storage of the zeros in their place.
+    of_storages: for each storage of zeros in place of GPU tensors, by its address: the index of the first of these.
     """
     form = Form.of(tensor, int(tensor.storage_offset()))
     return Result(form, tensor.untyped_storage().nbytes(), of_storages.get(_storage(tensor), -1))

@@ -180,7 +180,8 @@ class MlxDevice:
     def execute(self, task: Task) -> Any:
         """Run a task, and return its value.
 
-        Reads of pages and exchanges run on the calling thread, all other tasks on the device's thread.
+        Reads of pages and exchanges run on the calling thread, all other tasks on the device's thread. A task that can
+        be deferred is only queued: it runs right before the next call that the thread gets, and its value is None.
         """
         verb = self._verbs[task.verb]
         if isinstance(task, (PageTransfer, Collective)):

@@ -76,7 +76,7 @@ class MlxNodeSide:
         self._evaluations.later(task, state.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router on a task's micro-batch.
+        """Project attention's output, run the router, and sort the rows by expert, for a task's micro-batch.
 
         Returns:
             the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes.
@@ -90,7 +90,7 @@ class MlxNodeSide:
         return self._moe.group(task, routed), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Use the first node's router result on this node; returns the number of rows of each expert that has any.
+        """Sort rows by expert as the first node's router chose; returns the number of rows of each expert that has any.
 
         routed_TX: the second value that `route` returned on the first node.
         """

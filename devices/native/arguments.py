@@ -97,7 +97,7 @@ class ExpertWeights(ctypes.Structure):
 
 
 class OneExpert(ctypes.Structure):
-    """An expert that runs alone, as C has it (`OneExpert` of experts.h)."""
+    """The arguments in C of one expert that runs alone: sizes, kind and weights (`OneExpert` of experts.h)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("hidden", "width")),

@@ -124,7 +124,7 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> AttentionCall:
-        """Return a function that calls `attend` on these tensors, for the sequences that it is given each time.
+        """Return a function that does with these tensors what `attend` does, for the sequences given in each call.
 
         The tensors must live as long as the function.
 

@@ -118,9 +118,10 @@ class NativeKernels:
             raise no_memory()
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[..., int]:
-        """Return a function that calls `function` as `call` does, and returns its status: `no_memory`, if not 0.
+        """Return a function that calls `function` with the threads and a pointer to `arguments`; it returns the status.
 
-        Its arguments, if it gets any, are four further ones of `function`: numbers and addresses.
+        A status other than 0 means that memory was lacking; the caller then raises `no_memory()`. If `function` takes
+        four more numbers or addresses, the returned function takes these; otherwise it takes no arguments.
         """
         return bound_call(function, self._team, arguments)
 
@@ -152,7 +153,7 @@ def matrix_of(blocks: Blocks) -> array[int]:
 
 @cache
 def _numbers_of_formats() -> dict[str | torch.dtype, int]:
-    """Return C's numbers of storage formats, by name; those of plain numbers by dtype."""
+    """Return C's number for each storage format: by the format's name, or by dtype for a format of plain numbers."""
     return {getattr(torch, name, name): number for number, name in enumerate(formats())}
 
 

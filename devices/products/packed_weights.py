@@ -74,7 +74,8 @@ def _same_bits_transposed(outputs: int, inputs: int) -> bool:
 def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
     """Test if products in a dtype have the same bits on one core as on `cores` cores, by computing some both ways.
 
-    If the bits differ, a product must run on the same number of cores under every policy.
+    Only bfloat16 products are tried; for other dtypes, whose bits may differ, the result is always False. If the bits
+    differ, a product must run on the same number of cores under every policy.
 
     Args:
         transposed: True to try matrices that are stored transposed, too.

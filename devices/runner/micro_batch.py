@@ -31,10 +31,10 @@ class MicroBatchState:
         logprobs: for each token to sample, the log probabilities that its request wants; None if no request wants any.
         following: for each sequence, the token of its prompt that follows the step's tokens. None at the prompt's end,
             or if log probabilities of the prompt are not wanted. Empty if no request wants log probabilities.
-        memory: memory for results of the step's kernels; None if the step has many tokens.
+        memory: memory for results of the step's kernels; None if the step has more than KEPT_ROWS tokens.
         ends_alone: True if logits that are not finite end only their own request; False if they end the run.
-        most_memories: largest number of step sizes (in tokens) that `take_memory` keeps memory for. At one size more,
-            the oldest memory is dropped.
+        most_memories: largest number of memories that `take_memory` keeps, each for steps of one size in tokens. A
+            memory for a further size replaces the oldest one.
         decodes: True if each sequence has one new token in the step, after its prompt.
         caches: the KV caches of the requests, each for some of the layers. A cache has `layers`, the numbers of its
             layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns one layer of the

@@ -29,7 +29,7 @@ class Beams(Protocol):
     """The interface of the beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
-        """Extend the beams of some requests of a micro-batch by a token; returns each of these requests' `Standing`.
+        """Extend the beams of some requests of a micro-batch by a token; returns the new state of each search.
 
         Args:
             state: the state of the micro-batch.

@@ -23,7 +23,7 @@ class ServedState(MicroBatchState):
         """The token that was sampled last, by request."""
 
     def begin(self, operands: Rows) -> None:
-        """Begin the step `operands`: close departed requests' sequences in the KV caches, and open new requests'."""
+        """Begin the step with the rows `operands`: end sequences of departed requests in the caches, begin new ones."""
         for request in operands.departed:
             self._sampled.pop(request, None)
             for cache in self.caches:

@@ -70,7 +70,7 @@ class NodeVerbs:
 
     Args:
         kernels: the device's computations.
-        sample: function that runs the verb `sample` for a task; None on a node that does not attend.
+        sample: function that runs the verb `sample` for a task; None on a node that computes no attention.
     """
 
     def __init__(

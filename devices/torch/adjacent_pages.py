@@ -17,7 +17,7 @@ from .compute import Compute
 class AdjacentPages:
     """Allocates memory for pages: one allocation for each expert, and one for each layer's other weights (dense part).
 
-    So the row blocks of a matrix that spans several pages are adjacent, and `joined` makes them one block.
+    So the row blocks of a matrix that spans several pages are adjacent, and can be joined to one block without a copy.
     """
 
     def __init__(self, reader: PageReader, compute: Compute) -> None:

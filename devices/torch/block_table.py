@@ -129,7 +129,8 @@ class BlockTable:
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a sequence of `tokens` tokens has at the same time.
 
-        With a window: at most the blocks for the last `window` - 1 of its tokens, and one more for its first token.
+        With a window, the sequence has at most the blocks for `window` - 1 tokens, and one more block, since the first
+        token of the window may be the last one in its block.
         """
         blocks = self.blocks_for(tokens)
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
@@ -162,7 +163,8 @@ class BlockTable:
     def _leave(self, states: Iterable[SequenceBlocks], positions: Iterable[int]) -> None:
         """Remove from the front of each sequence the blocks whose tokens have all left the window.
 
-        They are added to the end of the sequence's blocks, to be used again; blocks that others share are released.
+        These blocks move to the end of the sequence's blocks, to be used again. Blocks that other sequences share are
+        released instead.
 
         Args:
             states: the sequences.
@@ -195,7 +197,8 @@ class BlockTable:
     ) -> list[BlockCopy]:
         """Replace sequences by others that continue them: children[i] continues sequences[parents[i]].
 
-        Full blocks are shared; a partly filled block is copied for every child of a sequence except the first.
+        The children of a sequence share its full blocks. A partly filled block stays with the first child, and is
+        copied for each of the other children.
 
         Args:
             sequences: numbers of the sequences, which end.

@@ -1,8 +1,9 @@
 """Captured kernels: if the calls of a bound kernel repeat, one is captured as a CUDA graph, which later ones replay.
 
-A graph contains the addresses and numbers of the call that was captured, so it can replace only calls with the same
-addresses and numbers. Numbers that differ from step to step, such as the lengths of sequences, are therefore in the
-accelerator's memory; they are copied there ahead of the call on the same stream.
+A bound kernel is a function that runs a kernel with certain weights and memory. A graph contains the addresses and
+numbers of the call that was captured, so it can replace only calls with the same addresses and numbers. Numbers that
+differ from step to step, such as the lengths of sequences, are therefore in the accelerator's memory; they are copied
+there ahead of the call on the same stream.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class Compute:
 
     Args:
         accelerator: torch's name of the accelerator, such as "cuda:0", or "cpu".
-        kernel: the kernels on the CPU: "auto", "torch", or the name of an instruction set.
+        kernel: the kernels on the CPU that multiply few rows by bfloat16 weights: "torch", or the name of the
+            instruction set of the native ones; "auto" for the best one of this machine.
         pin: whether each thread of the native kernels is pinned to a core of its own.
         threads: number of threads of kernels on the CPU; None to choose it by the number of cores.
         own_kernels: the user's kernels: classes, or names such as `file.py:Class`.

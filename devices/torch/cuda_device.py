@@ -95,8 +95,8 @@ class CudaDevice(TorchDevice):
             first: not used by this device.
 
         Raises:
-            BadInput: there are fewer GPUs than ranks; or the model was cut over ranks, and has a part that works only
-                on a device alone, such as a shared expert.
+            BadInput: there are fewer GPUs than ranks; or the model was cut over ranks, and has a part that only a
+                device with the whole model can compute, such as a shared expert.
         """
         ranks = self.layout.config.ranks
         self._compute.accelerator = torch.device("cuda", gpu_of(rank, ranks, torch.cuda.device_count()))
@@ -124,8 +124,8 @@ class CudaDevice(TorchDevice):
     def machine(host: Machine) -> Machine:
         """Return the profile of this machine with its first GPU.
 
-        If this GPU was calibrated, it is the calibrated profile; otherwise `host`, with the GPU added at assumed rates.
-        In either, the GPU's memory is what a plan may use now.
+        If this GPU was calibrated, the result is the calibrated profile; otherwise it is `host`, with the GPU added at
+        assumed rates. Either profile gives the GPU only the bytes of memory that a plan may use now.
         """
         require_cuda()
         gpu = torch.cuda.get_device_properties(0)

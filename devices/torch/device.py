@@ -215,8 +215,8 @@ class TorchDevice(ChoosesDtype):
             first: not used by this device.
 
         Raises:
-            BadInput: the model was cut over ranks, and has a part that works only on a device alone, such as a shared
-                expert.
+            BadInput: the model was cut over ranks, and has a part that only a device with the whole model can compute,
+                such as a shared expert.
         """
         if self.layout.config.ranks > 1:
             require_plain_layers(self.layout.config, "one of several ranks")

@@ -26,8 +26,8 @@ class DiskReads:
 
     Linux makes reads past the page cache on its own, while the calling thread waits until all have ended (`io_submit`).
     With a thread for each read, each thread would need a core and Python's lock at the read's end, and would wait for
-    both while other lanes compute. Threads make all other reads, and all reads on other systems. They also make the
-    reads of a file system that starts a read only by making it at once, such as a file system in memory.
+    both while other lanes compute. Threads make all other reads, and all reads on other systems. They also take over if
+    `io_submit` returns only when the reads have ended, as it does for a file system in memory.
 
     Args:
         at_once: number of reads under way at a time.

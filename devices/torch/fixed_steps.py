@@ -125,7 +125,7 @@ class FixedStep:
         return made in (self._operations, [*self._operations, LAST])
 
     def _record_only(self, calls: int) -> None:
-        """Keep only the first `calls` recorded calls, and record the rest of this step as its tasks make calls."""
+        """Forget results that were launched ahead, and all recorded calls of the step except the first `calls`."""
         self._calls = Calls(self._calls.made[:calls])
         self._results = ()
 

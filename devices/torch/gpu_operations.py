@@ -203,7 +203,7 @@ class GpuOperations:
         return [torch.ones(copy.nbytes, dtype=torch.uint8) for _ in range(count)]
 
     def _buffers(self, nbytes: int) -> int:
-        """Return the number of buffers that an operation uses in turn; there are at most MOST repetitions."""
+        """Return the number of buffers of `nbytes` bytes to use in turn: about `cold` bytes, but 2 to MOST buffers."""
         return max(2, min(MOST, self._cold // nbytes))
 
 

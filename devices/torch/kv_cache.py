@@ -30,9 +30,9 @@ class BlockedKV:
     """A KV cache of layers that have the same attention window: one tensor, the arena.
 
     The arena has the shape (layers, 2, slots, K, d), with 2 for keys and values. Slots are grouped in blocks. When a
-    sequence is opened, it may reserve blocks for its final length; these are contiguous if possible, and then its views
-    need no copies. Otherwise it takes blocks as it grows. Once `extend` has returned a step, `append` and `views` for
-    this step may run at the same time as all other calls.
+    sequence is opened, it may reserve blocks for its final length. If these blocks are contiguous, as they are where
+    possible, views of the sequence need no copies. A sequence without reserved blocks takes blocks as it grows. Once
+    `extend` has returned a step, `append` and `views` for this step may run at the same time as all other calls.
 
     Args:
         blocks: number of blocks.

@@ -217,7 +217,7 @@ class KVStep:
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """Return a copy of this step with blocks numbered from 0 in order, for memory that has only its sequences."""
+        """Return a copy of this step for memory that has only the step's sequences; their blocks are 0, 1, 2, ..."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))

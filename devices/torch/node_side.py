@@ -78,7 +78,7 @@ class NodeSide:
         state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router, and the shared expert, if the layer has one.
+        """Run the output projection and the router, and the shared expert if the layer has one.
 
         Returns:
             the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes.

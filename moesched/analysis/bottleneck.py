@@ -41,8 +41,8 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the critical path whose removal would shorten the run most: the tasks of one lane, or one cause.
 
     Attributes:
-        lane: title of the lane that is too slow, or of the lane that waits for the policy, the driver, another rank,
-            room or a router.
+        lane: title of the lane on which the tasks ran that take most of `seconds`; with the cause "policy" or "host",
+            the lane of the tasks that started after this time.
         cause: the reason why the critical path waited in this part, such as "budget" for a full pool, or "policy";
             "data" or "lane" if the lane is too slow.
         kind: the verb that takes most of `seconds`; "policy" or "host" for the time between tasks.

@@ -96,7 +96,7 @@ def explain(
             for all.
 
     Raises:
-        BadInput: no task ran, or tasks took no time, or a change names nothing of the run.
+        BadInput: no task ran, tasks took no time, or a change cannot be read or names something that the run lacks.
     """
     if not recording.slices:
         raise BadInput("the trace has no tasks: record a run that generates tokens")
@@ -172,7 +172,7 @@ def _lengthened(run: Recording, decode_steps: int) -> Recording:
 
     Args:
         run: the first steps of a run, without the loading of weights.
-        decode_steps: number of the whole run's decode steps; if no more than that were recorded, nothing is stretched.
+        decode_steps: number of the whole run's decode steps; if no fewer were recorded, nothing is stretched.
     """
     recorded = len({each.step for each in run.slices if each.phase == "decode"})
     if not 0 < recorded < decode_steps:

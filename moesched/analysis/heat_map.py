@@ -1,4 +1,4 @@
-"""Draws the popularity of the experts of each layer: the heat map of Twiddler's Fig. 8."""
+"""Draws the popularity of each layer's experts, like Fig. 8 of Twiddler (the Fiddler paper of ICLR'25)."""
 
 from __future__ import annotations
 

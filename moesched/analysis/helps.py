@@ -63,8 +63,8 @@ def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | No
     Args:
         recording: the whole run, or its first or last steps.
         path: the time on the recording's critical path, by kind of task, lane and reason to wait.
-        decode_steps: count of the whole run's decode steps; by default the number of the last recorded step, which is
-            that count if the recording has the run's end.
+        decode_steps: count of the whole run's decode steps. By default the index of the last recorded step: as step 0
+            is the prefill, this is the count if the recording has the run's end.
     """
     steps = _first_steps(recording)
     if steps is None:

@@ -1,4 +1,4 @@
-"""Draws the latencies of an expert on each processor: Twiddler's Fig. 7."""
+"""Draws the latencies of an expert on each processor, as Fig. 7 of Twiddler (the Fiddler paper of ICLR'25)."""
 
 from __future__ import annotations
 

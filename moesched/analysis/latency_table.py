@@ -1,4 +1,4 @@
-"""Predicts Twiddler's microbenchmarks (Appendix A) with a machine's cost model."""
+"""Predicts the microbenchmarks of Twiddler (the Fiddler paper of ICLR'25, Appendix A) with a machine's cost model."""
 
 from __future__ import annotations
 

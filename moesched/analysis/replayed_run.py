@@ -1,7 +1,8 @@
 """Replays a recorded run on the virtual clock, with recorded durations and new start times.
 
-A replay takes from the recording the tasks in program order with their durations and dependencies, the lanes and how
-each picks its next task, the classes of transfers, and the tasks that the policy awaited before it submitted more.
+A replay takes from the recording the tasks in program order, with their durations, dependencies and priority classes,
+the lanes, each of which runs its tasks in order or as they become ready, and the tasks that the policy awaited before
+it submitted more.
 Start times are computed anew, and by default no time passes between a task and the tasks that wait for it. If a
 replay is shorter than the recorded run, the difference is time that passed between tasks.
 
@@ -44,8 +45,8 @@ def replay_recording(
         handovers: whether to include the mean times between tasks.
 
     Raises:
-        BadInput: a task depends on, or the policy awaited, a task that was submitted later, so this is no recording of
-            a run.
+        BadInput: the recording cannot be of a run, since a task depends on one that was submitted after it, or the
+            policy awaited a task before it submitted that task.
     """
     slices = recording.slices
     if durations is None:

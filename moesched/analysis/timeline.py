@@ -146,7 +146,7 @@ def _bounds(option: str, text: str, known: Collection[int]) -> tuple[int, int]:
 def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
     """Return the number of the first decode step whose duration is near the median (see `TYPICAL`).
 
-    If there is none, return that of the first whole decode step, or else of the last step.
+    If no step is near it, return the number of the first whole decode step; if there are none, of the last step.
 
     Args:
         times: the times of each step, by the step's number.
@@ -242,7 +242,7 @@ def _blocks(
 
 
 def merged(blocks: Sequence[Block], least: float) -> list[Block]:
-    """Merge neighbouring blocks that are shorter than `least` nanoseconds, with gaps shorter than that, too.
+    """Merge neighbouring blocks if each block, and each gap between them, is shorter than `least` nanoseconds.
 
     A merged block lasts less than twice `least`. Its `family` and `critical` are, as a pair, those that cover most
     of its time.

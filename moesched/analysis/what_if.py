@@ -40,8 +40,9 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         seconds: duration of the recorded run, times a ratio: the duration of a replay with the change over the
             duration of a replay without it. All durations are without loading.
         speedup: duration of the recorded run, without loading, over `seconds`.
-        decisions_unchanged: True if the policy awaited results within its steps. After the change it might then decide
-            otherwise, but the replay kept its recorded decisions.
+        decisions_unchanged: True if the replay kept decisions that the policy might make otherwise after the change,
+            since it awaited results within its steps, such as a router's choices. False if the policy awaited no
+            results but the sampled tokens.
     """
 
     change: str

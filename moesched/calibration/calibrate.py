@@ -219,7 +219,7 @@ class Calibration:
         )
 
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
-        """Return the costs of page transfers from the disk: times of single reads, scaled to fetches of whole pages."""
+        """Return the costs of page transfers from the disk: times of reads, each times a ratio of `longer_than`."""
         longer = self._models.tasks.longer_than(DISK, Surface(reads))
         return [point(DISK, "", each.rows, each.size, longer(each.size) * each.seconds) for each in reads]
 

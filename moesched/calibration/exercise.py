@@ -2,7 +2,8 @@
 
 In RESIDENT mode all weights stay in memory. In STREAMING mode the weights of both layers are fetched for every
 micro-batch. In all other modes only the weights of the second layer are fetched: in FRESH mode for every micro-batch,
-else once in each step. Where experts are tasks, FRESH mode fetches each expert just before it runs.
+in the remaining modes once in each step. In steps of FRESH mode that run each expert as a task of its own, an expert
+is fetched just before its task.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class Exercise:
         step.load_hidden(i, j)
 
     def _by_task(self, step: Step) -> bool:
-        """Test whether the step submits route, experts and combine in a mode without overlap."""
+        """Test whether the mode has no overlap, and the step runs route, experts and combine, not `post_attention`."""
         return (step.index + self.turn) % 2 == 1 and self.mode.one_by_one
 
     async def _second_half(self, step: Step, i: int, j: int) -> None:

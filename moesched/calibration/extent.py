@@ -21,8 +21,8 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
         rounds: number of times that each operation is measured; the median counts.
         seconds: time to spend on each operation in each round.
         rows: numbers of rows in matrix products.
-        matrices: (outputs, inputs) of the matrices in these products, by dtype. In float32, a product with large coded
-            matrices takes a tenth of a second.
+        matrices: (outputs, inputs) of the matrices in these products, by dtype. Float32 has no large matrix, since a
+            product with a large coded (quantised) matrix takes a tenth of a second in float32.
         copies, reads: bytes of each copy and of each read from the disk.
         pieces: numbers of reads in one transfer.
         stream: bytes of a pass over memory.

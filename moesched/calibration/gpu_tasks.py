@@ -181,7 +181,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(work_class: str) -> str:
-    """Return the name of a class of work; "host->gpu" for copies from page-locked memory to the GPU."""
+    """Return a class of work unchanged, but "host->gpu" in place of copies from page-locked memory to the GPU."""
     return f"{HOST}->{GPU}" if work_class == f"{PINNED}->{GPU}" else work_class
 
 

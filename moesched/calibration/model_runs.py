@@ -139,9 +139,9 @@ def run_exercise(
 def _counts(mode: Mode, work_class: str, beside: str) -> bool:
     """Test whether runs in a mode are used to measure the speed of a class of work beside other classes.
 
-    In ATTENDING mode, products beside reads from the disk do not count, since they count in STREAMING mode. There they
-    have just waited for their weights, and reads then slow products most. In SHARING mode, attention and work beside
-    attention do not count, since little runs beside attention.
+    Products beside reads from the disk are measured in STREAMING mode, not in ATTENDING mode: reads slow a product most
+    if it has just waited for its weights, as in STREAMING mode. Attention, and work beside attention, are not measured
+    in SHARING mode, where little runs beside attention.
     """
     if mode is Mode.ATTENDING:
         return not (work_class in (FEW_ROWS, MANY_ROWS) and beside == DISK)

@@ -32,8 +32,8 @@ class Group(NamedTuple):
 
     Attributes:
         batch: index of the batch of prompts.
-        weights: "resident " if the weights stay in memory, "cached " if an earlier task used them since they were
-            fetched, empty if they were fetched just before; the beginning of the names of operations.
+        weights: the state of the weights, which begins the names of operations: "resident " if the weights stay in
+            memory, "cached " if they were fetched for an earlier task, empty if they were fetched just before.
         number: index of the micro-batch; for an expert, the number of tokens that it computes, coarsely rounded.
     """
 
@@ -87,8 +87,8 @@ class TaskTimes:
     def add(self, run: RunKey, tasks: Sequence[Task]) -> None:
         """Add a run whose tasks ran one by one: their times are the times of tasks alone.
 
-        Experts that were fetched for an earlier task have costs of their own. `longer_than` also uses the times of
-        fetches, unless the fetches convert weights to another dtype.
+        Tasks of experts whose weights were fetched for an earlier task also give points of the cost table. The times of
+        fetches are recorded for `longer_than`, unless the fetches convert weights to another dtype.
         """
         self._add_means(run, (task for task in tasks if _is_cached_expert(task)), CACHED)
         for task in tasks:

@@ -74,9 +74,9 @@ class CheckArguments(PolicyOptions):
 def check(given: CheckArguments) -> int:
     """Find the faults of a policy, and compare its speed with that of shipped policies, on the virtual clock.
 
-    Small models come first, with tight memory, random shapes and uneven durations; every task is checked. Then come
-    real models on real machines: the prompts of mtbench in four micro-batches, with 64 new tokens each. Output that the
-    policy prints is dropped.
+    Small models come first, with tight memory, random shapes and uneven durations. Wrong tokens, more memory than the
+    budget, illegal tasks and errors are faults. Then come real models on real machines: the prompts of mtbench in four
+    micro-batches, with 64 new tokens each. Output that the policy prints is dropped.
 
     A fault is reported with the policy's line. Pages that nothing read, pages that moved twice and idle lanes are
     reported as advice. The column "bound" has the least time that the same tasks could take in any order. It is the sum

@@ -59,7 +59,8 @@ def compare(
     Each run is a file from --trace or --report. The first run is the baseline of the others; if one of two runs is
     predicted and the other measured, the table shows the prediction's error in percent. For two traces it also explains
     why one took longer: by kind of task, by lane, and by the time between tasks. Reports on requests that arrive over
-    time are compared by the times of their requests. A page has the timelines of traces, and none of reports.
+    time are compared by the times of their requests. An HTML report (--report) shows timelines only for runs that are
+    read from traces.
     """
     from moesched.analysis.compare import compare_runs, read_runs
     from moesched.cli.results import say_where

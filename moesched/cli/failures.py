@@ -54,8 +54,8 @@ def exit_code_of(
 ) -> int:
     """Print an error on standard error, and return the program's exit code for it.
 
-    An error in the input is printed as one line, an error of a policy with lines of the policy's code, any other with
-    its traceback.
+    An error of a policy is printed with lines of the policy's code, and an unexpected error with its traceback. Bad
+    input, lack of memory, Ctrl-C and other foreseen errors are printed as one line.
 
     Args:
         forgotten: errors about coroutines that the policy called without awaiting them. If `error` is an error of the

@@ -25,7 +25,8 @@ def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path |
 
     Raises:
         BadInput: the job cannot run, or the report or the trace cannot be written.
-        Exception: the error that ended the job early; its report was written and printed before.
+        Exception: the error that ended the job early. The report was written before and, unless the error is a bug
+            of the policy or of moesched, printed.
     """
     ending = JobEnding()
     report = reported(job, ending)

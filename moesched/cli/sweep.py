@@ -76,11 +76,11 @@ def sweep(
     an option then replaces the file's axis of that name. --policy all stands for all shipped policies. By default the
     model is mixtral-8x7b and the workload mtbench.
 
-    Each point is written as a line of --out as soon as it is done. The same command again runs only points that are
-    missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails keeps its
-    reason as `failure`, and the sweep goes on, unless the first 24 all fail. The exit code is 1 if it ended so, if a
-    policy that you named failed at a point, or if all points failed. It is 0 if only some policies from --policy all
-    failed.
+    The result of each combination, called a point, is written as a line of --out as soon as it is done. The same
+    command again runs only points that are missing or whose inputs have changed, such as a machine file or an edited
+    policy. If a point fails, its line has the reason as `failure`, and the sweep goes on, unless the first 24 points
+    all fail. The exit code is 1 if the sweep ended because of that, if a policy that you named failed at a point, or if
+    all points failed. It is 0 if only some policies from --policy all failed.
     """
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep

@@ -52,8 +52,9 @@ def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a hash of a model's configuration, its tensors' names, shapes, dtypes and places, and its files' sizes.
 
-    Copies of a checkpoint have equal fingerprints, wherever they are. A copy may lack files whose headers it has, since
-    these tell the sizes. Values of weights are not covered: reading them would take as long as loading the model.
+    Copies of a checkpoint have equal fingerprints, wherever they are. A copy may have only a file's header in place of
+    the file, since the header tells the file's size. Values of weights are not covered: reading them would take as long
+    as loading the model.
     """
     tensors = sorted(
         (name, list(stored.shape), stored.format.name, stored.file.name, stored.offset, stored.nbytes)

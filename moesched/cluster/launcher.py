@@ -339,7 +339,7 @@ class Launch:
 
 
 def smallest(sizes: Sequence[SizeOptions]) -> SizeOptions:
-    """Return batch sizes that fit every node: each size is the smallest that a node sent, if any did."""
+    """Return batch sizes that fit every node: of each size the smallest that a node sent; None if no node sent it."""
 
     def least(values: Sequence[int | None]) -> int | None:
         return min((each for each in values if each is not None), default=None)

@@ -220,10 +220,10 @@ class Roster:
     def _why_lost(self, node: Node, now: float) -> str | None:
         """Return the reason why a node counts as lost; None if it does not.
 
-        While process and connection last, a node is lost if it is silent for too long. Once one of them has ended, the
-        node is lost when the other ends, too, but at the latest after `ENDING_SECONDS`: until the connection ends, last
-        messages may come, and only an ended process has an exit code. If the launcher cannot see the process, the end
-        of the connection alone is enough.
+        While process and connection last, a node is lost if it is silent for too long. If one of them has ended, the
+        node is lost once both have ended, or after `ENDING_SECONDS`. This wait lets the node's last messages arrive,
+        and its process end with an exit code. If the launcher cannot see the process, the end of the connection alone
+        is enough.
         """
         ended = node.process.poll() is not None
         if not ended and not node.hung_up:

@@ -65,9 +65,9 @@ class TokenLog:
     def remainder(self) -> Remainder | None:
         """Return the requests to run next, as one unbroken range; None if all requests are finished.
 
-        The range covers all unfinished requests that have tokens; if there are none, all unfinished requests. It is
-        unbroken because a request's index, which seeds its random numbers, must not change. A finished request in the
-        range is run again from its prompt, and `add` ignores its tokens.
+        The range covers all unfinished requests that have tokens; if none of them has tokens, all unfinished requests.
+        Without gaps, each request keeps its index, which seeds its random numbers: indices are counted from
+        `first_request`. A finished request in the range is run again from its prompt, and `add` ignores its tokens.
         """
         left = [request for request in range(len(self.tokens)) if not self.finished(request)]
         begun = [request for request in left if self.tokens[request]]

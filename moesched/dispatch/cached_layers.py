@@ -12,7 +12,8 @@ from moesched.steps.step import Step
 class CachedLayers(LayerByLayer):
     """Base of policies that run every expert on the accelerator, and prefetch experts of later layers.
 
-    A policy defines `plan`, in which it calls `cache_in`, and `route_and_run`, in which it calls `prefetches.fetch`.
+    A policy defines `plan` and `route_and_run`. In `plan` it calls `cache_in`, which sets the attribute `prefetches`, a
+    record of prefetched experts. In `route_and_run` it calls `self.prefetches.fetch`.
     """
 
     def cache_in(self, cache: PooledExperts) -> None:

@@ -29,7 +29,8 @@ class ExpertLatencies:
 
     Attributes:
         transfer: seconds to move one expert's weights from the host's memory to the accelerator (`trans_lat` in the
-            paper). If host and accelerator share a memory: from the disk with all weights; 0 if that memory has them.
+            paper). If host and accelerator share one memory: seconds to read the weights from the memory where all
+            weights are kept, such as the disk; 0 if they are kept in the shared memory.
         at_host: function from a number of tokens to the seconds of one expert on the host (`cpu_lat`).
         at_accelerator: function from a number of tokens to the seconds of one expert on the accelerator, whose memory
             has the expert's weights (`gpu_lat`).

@@ -18,7 +18,7 @@ class LayerByLayer(ABC):
     fetched at most once per group, and its processor is chosen once.
 
     A policy defines `plan` and `run_experts`. It may override `route_and_run`, for instance to await forecasts between
-    routing and experts. The other methods are for use in `run_experts`.
+    routing and experts. `run_expert`, `run_on_host` and `load_back` are for use in `run_experts`.
     """
 
     together: int | None = None

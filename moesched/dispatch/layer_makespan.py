@@ -117,7 +117,8 @@ class ChosenExperts:
     def copies(self, rows: int) -> float:
         """Return the seconds to copy hidden states to the host and `rows` rows of outputs back.
 
-        As many hidden states are assumed as the chosen expert with the most tokens has, wherever that expert runs.
+        The number of hidden states is assumed to be the largest number of tokens of any chosen expert, even if that
+        expert does not run on the host.
         """
         return self._to_host + self._from_host(rows)
 

@@ -118,10 +118,11 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
 def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
     """Return the node that runs each expert, such that the busiest node has few rows (tokens) to compute.
 
-    An expert counts as at least `ROWS_TO_READ` rows, since it takes no less time for fewer. If all experts count as
+    An expert counts as at least `ROWS_TO_READ` rows, since fewer rows take it no less time. If all experts count as
     equally many rows, the result is that of `assign`, which counts experts. Otherwise each expert, those with the most
     rows first, goes to the node that holds it and has the fewest rows; then experts move off the busiest node while
-    that helps. The result depends on routing and placement alone, so every node computes the same one.
+    that helps. The result of `assign` is kept if its busiest node has no more rows. The result depends on routing and
+    placement alone, so every node computes the same one.
 
     Args:
         rows: number of rows of each expert.

@@ -100,9 +100,9 @@ def warm_spare(
     recent: LeastRecent,
     idle: Sequence[int] = (),
 ) -> None:
-    """Warm least recently used experts: run each on a row of zeros, only to read its weights.
+    """Warm least recently used experts: run each on a row of zeros, so that the driver keeps its weights in memory.
 
-    Enough are warmed that this node runs as many experts as the busiest node; it has to wait for that node anyway.
+    With the warmed experts, this node runs as many experts as the busiest node, for which it has to wait anyway.
 
     Args:
         owners: the node that runs each chosen expert.

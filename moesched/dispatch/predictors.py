@@ -73,12 +73,13 @@ class Forecasts:
         self._predictor.routed(layer, routed)
 
     async def of(self, step: Step, layer: int, micro_batches: Sequence[int]) -> dict[int, float]:
-        """Return, for each expert of a layer, the number of these micro-batches' tokens expected to choose the expert.
+        """Return how many tokens of the given micro-batches are expected to choose each expert of a layer, by expert.
 
-        The expert with the highest number comes first.
+        The expert with the highest number comes first; experts that the predictor leaves out are absent.
 
         Raises:
-            PolicyError: the predictor names an expert or a micro-batch that does not exist.
+            PolicyError: the forecast is no mapping of mappings, or names an expert that does not exist or a micro-batch
+                that is not in `micro_batches`.
         """
         tokens: dict[int, float] = {}
         answer = await self._predictor.forecast(step, layer, micro_batches)

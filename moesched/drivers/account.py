@@ -123,7 +123,7 @@ class Account:
         return [self.tasks[number] for number in sorted(self.open)]
 
     def await_device(self, task: Task) -> None:
-        """Record that a task, which ran or is cancelled, waits for earlier tasks on its device before it settles."""
+        """Record that a task that has run, or will be cancelled, settles only after earlier tasks on its device."""
         waits = [other.id for other in before_on_device(task) if other.id in self.open]
         self._left[task.id] = len(waits)
         for earlier in waits:
@@ -246,8 +246,8 @@ class _LaneAccount:
 
         Args:
             call: number of the call.
-            just_ended: whether a task of this lane ended in the call. If so, a started task must not overtake a more
-                urgent one that became ready in the same call, either.
+            just_ended: whether a task of this lane ended in the call. If so, a started task must not overtake more
+                urgent tasks that became ready in this call or before; if not, only those that were ready before.
         """
         wrong = []
         for task in self.fresh:

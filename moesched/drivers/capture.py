@@ -119,8 +119,8 @@ class StepGraph:
         samples: positions of the `sample` tasks.
         final: positions of the tasks that must have ended for the step to end: the `samples`; in loading, all tasks.
         by_lane: for each lane, the positions of its tasks.
-        starts_on: like `lanes`, but -2 minus the lane's index for a collective. Of the tasks that may start at the same
-            time, collectives start last.
+        starts_on: like `lanes`, but -2 minus the lane's index for a collective. This marks the collectives, which start
+            after all other tasks that may start at the same time.
         classes: for each task, its priority class, shifted to the high bits of the key that orders tasks.
         edges: for each task, the distances back to the tasks that it waits for, counted in tasks of program order.
         waits: for each task, the number of its edges from tasks of this step.

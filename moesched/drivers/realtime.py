@@ -107,7 +107,7 @@ class RealtimeDriver:
         kinds: kind of each lane ("thread", "guest", "loop", "awaitable" or "stream"), by the lane's name; by default
             "thread".
         streams: the device that runs the tasks of lanes of kind "stream"; None if there are no such lanes.
-        observers: `ended` of each is called with each task that ran, when the task ends.
+        observers: objects whose method `ended` is called with every task that ran, when the task ends.
         checks: by verb, a function that gets a task and the value that `execute` or a stream gave for the task. It
             returns the value to keep; if the value is wrong, it raises an error, which ends the run.
         clock: source of times; emulated devices have clocks of their own.
@@ -298,7 +298,7 @@ class RealtimeDriver:
             return None, wrong
 
     def _give_up(self, error: BaseException) -> None:
-        """End the run with an error of an observer or a check: no observer is called, and no task starts, any more."""
+        """End the run with an error of an observer or a check: stop calling observers, and halt the engines."""
         self._given_up = error
         self._observers.clear()
         for engine in self._engines:
@@ -314,7 +314,8 @@ class RealtimeDriver:
 
         Args:
             mine: the calling runner; None if no runner calls.
-            since: nanoseconds at which the end or the submission of a task made these ready; -1 if not recorded.
+            since: nanoseconds at which a task ended or was submitted, so that the started tasks could start; -1 if not
+                recorded.
 
         Returns:
             a task for the runner `mine`, which has to start it; None if there is none.

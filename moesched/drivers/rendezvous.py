@@ -45,7 +45,8 @@ class Rendezvous:
     def leave(self, rank: int, error: BaseException | None) -> None:
         """Record that a rank's coroutine has ended, and cancel the collectives that lack this rank's part.
 
-        error: the exception that ended the coroutine; None if it returned.
+        error: the exception that ended the coroutine; None if it returned. After an error, the collectives that have
+            this rank's part and still wait for other ranks are cancelled, too.
         """
         reason = error or PolicyError(f"rank {rank} ended without a part in it")
         self._gone[rank] = (self._engines[rank].tickets, reason)

@@ -131,7 +131,7 @@ class ReplayedRun:
 
 
 def _generated(captured: Task, step: int) -> int:
-    """Return the number of tokens that each sequence has generated before `step`, which repeats the task `captured`."""
+    """Return how many tokens each sequence has generated before the task of `step` that repeats the task `captured`."""
     since = step - captured.step
     return captured.generated + since if captured.phase == "decode" else captured.generated
 

@@ -35,7 +35,7 @@ class VirtualDriver:
         sharing: whether concurrent tasks of one engine slow each other down; each engine has its own machine.
         perform: by type of task, a function that computes the value of a task of that type at its end; an error fails
             the task. Tasks of other types have the value None.
-        observers: `ended` of each is called with each task that ran, when the task ends.
+        observers: objects whose method `ended` is called with every task that ran, when the task ends.
         delays: by lane, a function of (task, time now) that gives the extra nanoseconds which a task of that lane
             takes.
         after_await: nanoseconds from the end of a task that a policy awaits until a task that the policy then submits

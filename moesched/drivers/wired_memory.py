@@ -86,7 +86,7 @@ def wired_memory_delays(plan: Plan, lanes: Mapping[str, Lane]) -> dict[Lane, Del
 def _sizes(plan: Plan, *, prestacked: bool) -> Mapping[Hashable, int]:
     """Return the bytes of an array of weights by its kind: "expert", or the verb that reads it.
 
-    A node without attention, in a centralised plan, has only experts.
+    If the plan leaves attention to the first node, all other nodes have only experts.
 
     Args:
         prestacked: whether an expert's weights of all layers are one array.

@@ -18,7 +18,7 @@ def explained(
 ) -> tuple[JobReport, Explanation | None]:
     """Return a batch's report with its bottleneck and the changes that would help most, and the explanation.
 
-    If the batch ended early, the report is unchanged and the explanation None.
+    If the batch ended early, or no task was recorded, the report is unchanged and the explanation None.
 
     Args:
         about: the recording's metadata: policy, model, machine, and kind of figures.

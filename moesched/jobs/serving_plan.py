@@ -150,7 +150,7 @@ def _planned(job: Job, context: int) -> ServingPlan:
 
 
 def _fullest(job: Job, capacity: Capacity) -> tuple[Capacity, Plan, Policy]:
-    """Return a server's capacity, plan and policy: with prompts in parts if they fit and `cuts_prompts`, else whole."""
+    """Plan for prompts in parts if they fit and `cuts_prompts` agrees, else whole; return capacity, plan and policy."""
     asked = job.options.prefill_chunk
     cut = with_cut_prompts(capacity, asked)
     try:

@@ -45,15 +45,15 @@ def seconds_after_await(machine: Machine) -> float:
 class Calibrated:
     """Cost model from a machine's table of measured operations: work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. Where an operation's weights are larger than the largest
-    measured ones, its time is the one at the largest measured size, plus extra time. The extra time is the time that a
-    matrix product alone takes longer at the larger size, times a factor, because a product alone reads weights faster
-    than a product in a run. The factor is the measured time of the LM head divided by the time of its product alone,
-    but at least 1. Concurrent work is slowed as measured. Work without parts takes the time that the roofline gives.
+    Times are interpolated between measured sizes and rows. For weights larger than the largest measured ones, extra
+    time is added to the time at the largest measured size. The extra time is the difference between the times of a
+    single matrix product at the two sizes, times a factor, because a product alone reads weights faster than a product
+    in a run. The factor is the measured time of the LM head divided by the time of its product alone, but at least 1.
+    Concurrent work is slowed as measured. Work without parts takes the time that the roofline gives.
 
     Args:
         dtype: dtype that the model computes in.
-        levels: which end of its range of measured speeds a class of work uses, "low" or "high", by the class's name.
+        levels: "low" or "high" for some classes of work, by name: the end of a class's range of measured speeds to use.
             Classes that are not named use the median.
 
     Raises:
@@ -104,9 +104,9 @@ class Calibrated:
     def _priced(self, work: Work) -> Iterable[WorkPart]:
         """Yield the parts of `work`, each with the name of the operation in the cost table whose time applies to it.
 
-        The operation "route" has another name in a task `post_attention`: there it is part of one call of the native
-        kernels, in which the router hands no choices to the host. A cached expert takes as long as one that was just
-        fetched, if none was measured.
+        In a task `post_attention`, "route" becomes `ROUTE_WITHIN` if that was measured: there the router runs within a
+        call of the native kernels, and does not hand its choices to the host. A cached expert takes as long as one
+        that was just fetched, if no cached expert was measured.
         """
         for part in work.parts:
             within = part.operation.replace("route", ROUTE_WITHIN)
@@ -141,7 +141,7 @@ class Calibrated:
         return seconds if longer == 1.0 else self._longer(part, seconds, longer)
 
     def _longer(self, part: WorkPart, seconds: float, times: float) -> float:
-        """Return the seconds of a part whose weights take a multiple of the time; a call of its own takes no longer."""
+        """Return a part's `seconds`, multiplied by `times` except for the fixed time of a call of its own."""
         call = 0.0 if part.operation.removeprefix(RESIDENT) in WITHIN_A_CALL else min(self._call, seconds)
         return call + times * (seconds - call)
 

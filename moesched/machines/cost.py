@@ -19,7 +19,7 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
 
     Args:
         dtype: dtype that the model computes in.
-        levels: which figure of its estimates a group of rates uses, "low" or "high", by the group's name. Groups that
+        levels: "low" or "high" for some groups of rates, by name: the figure to use of a group's estimates. Groups that
             are not named use the expected figure.
 
     Raises:

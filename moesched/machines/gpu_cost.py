@@ -24,7 +24,7 @@ class GpuCosts:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: which figure of its estimates a group of rates uses, "low" or "high", by the group's name. Groups that
+        levels: "low" or "high" for some groups of rates, by name: the figure to use of a group's estimates. Groups that
             are not named use the expected figure. The cost table's groups are "product" and "dispatch".
     """
 
@@ -85,10 +85,10 @@ class GpuCosts:
         return seconds / self._speeds.get(PRODUCT, 1.0)
 
     def _starting(self, work: Work, rated: Demand) -> float:
-        """Return the seconds to start all kernels of `work`; for a copy, the seconds beyond the time of its link.
+        """Return the seconds to start all kernels of `work`; for a copy, its seconds apart from the transfer itself.
 
-        They are the seconds measured for tasks of this kind. If such tasks were not measured, the seconds follow from
-        rates; also if the processor replays graphs, since the measured kernels were started one by one.
+        They are the seconds measured for tasks of this kind, or follow from rates if such tasks were not measured. They
+        also follow from rates if the processor replays graphs, since the measured kernels were started one by one.
 
         Args:
             rated: the demand of `work` by rates alone.
@@ -101,7 +101,7 @@ class GpuCosts:
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
 
     def _work_class(self, work: Work) -> str:
-        """Return the class of `work`, by which measured slowdowns are found: its own, and those of work beside it.
+        """Return the class of `work`, under which the slowdowns that it suffers and those that it causes are found.
 
         The class is empty for work on the GPU, whose kernels slow down nothing elsewhere. If cache writes were not
         measured, they have the class of other copies on the same link.

@@ -47,7 +47,7 @@ class KernelTimes:
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: which figure of its estimates a group of rates uses, "low" or "high", by the group's name. Groups that
+        levels: "low" or "high" for some groups of rates, by name: the figure to use of a group's estimates. Groups that
             are not named use the expected figure.
     """
 
@@ -111,8 +111,8 @@ class KernelTimes:
         """Return the seconds to start `work` and its kernels, and for the host to handle its result.
 
         A GPU starts each kernel, or the replay of a graph of kernels. A CPU's team of threads wakes once, and
-        synchronises after each kernel. Work that is part of an earlier call starts nothing. Without a class of
-        device, the result is the processor's `launch_seconds`.
+        synchronises after each kernel. Work that is part of an earlier call starts nothing, unless the processor
+        replays graphs. Without a class of device, the result is the processor's `launch_seconds`.
         """
         rates = self._rates
         if "launch_seconds" not in rates:

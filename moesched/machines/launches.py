@@ -42,7 +42,7 @@ def launches(work: Work, *, replays: bool) -> float:
 def kernels(parts: Iterable[WorkPart]) -> float:
     """Return the number of kernels that compute `parts`; it may be a fraction, since `parts` may be means.
 
-    One call computes all experts of an operation, however many rows each of them has.
+    For an operation in `GROUPED`, one call computes all experts, however many rows each of them has.
     """
     grouped = dict.fromkeys(GROUPED, 0.0)
     count = 0.0

@@ -195,8 +195,8 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         operation: name as in `WorkPart.operation`. A machine with a GPU also has "product" for a matrix product, and
             "dispatch KIND" for the time to start a task whose `Work.kind` is KIND. Other machines also have "dispatch",
-            the time from the end of a task to the start of the next one on its lane, and "await", the further time
-            until it starts if the policy submits it only after awaiting the first.
+            the time from the end of a task to the start of the next one on its lane, and "await", the time by which the
+            next task starts later if the policy submits it only after awaiting the task before.
         size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
             attention, bytes of cache of one sequence in one KV head.
         seconds: time of the operation. A dispatch on the GPU has the time of the whole task. A dispatch on the host or

@@ -50,8 +50,8 @@ class ProductTimes:
     def call_seconds(self, dtype: str) -> float:
         """Return the seconds that a call of a product takes for one row and a matrix of next to no weights.
 
-        It is where the times of the two smallest matrices lead to: the median over formats, since each is a small
-        difference of noisy times, and at most half of the shortest time. 0 if only one size was measured.
+        For each format, the times of the two smallest matrices are extrapolated to size 0. The result is the median of
+        these noisy figures, but at most half of the shortest measured time. It is 0 if only one size was measured.
         """
         alike = [surface for (_, measured, _), surface in self._surfaces.items() if measured == dtype]
         if not alike:
@@ -83,14 +83,14 @@ class ProductTimes:
 class CodedCosts:
     """Costs of work on coded (quantised) weights, relative to work on equally many plain weights.
 
-    The costs follow from measured times of products, less `call` seconds of each. All matrices of a `WorkPart` count as
-    one matrix, since a call of the native kernels multiplies by all of them. A format that was not measured takes the
-    times of the format with the nearest number of bits per weight.
+    The costs follow from the measured times of products, after `call` seconds were subtracted from each time. All
+    matrices of a `WorkPart` count as one matrix, since a call of the native kernels multiplies by all of them. A format
+    that was not measured takes the times of the format with the nearest number of bits per weight.
 
     Args:
         points: costs measured on one processor.
         dtype: dtype of the computation.
-        call: seconds of each product that do not depend on its weights.
+        call: the fixed seconds that a call of a product takes, whatever its weights.
     """
 
     def __init__(self, points: Iterable[CostPoint], dtype: str, call: float = 0.0) -> None:
@@ -120,7 +120,8 @@ class CodedCosts:
     def _ratio(self, stored: str, weights: float, rows: float, *, resident: bool) -> float:
         """Return the ratio of a product's time with weights in a storage format to its time with as many plain weights.
 
-        Both are without the call. The result is 1 for transposed plain weights whose products were not measured.
+        Both times are without the fixed seconds of a call. The result is 1 for transposed plain weights whose products
+        were not measured.
 
         Args:
             stored: the storage format.

@@ -17,9 +17,9 @@ def rank_share(machine: Machine, ranks: int) -> Machine:
     overlap, through the host's memory.
 
     Raises:
-        BadInput: `ranks` is less than 1, or exceeds the number of accelerators. If `ranks` is above 1, also if the
-            machine's costs were measured (that was with one accelerator), or if the machine has neither an interconnect
-            nor links between the accelerator's and the host's memory in both directions.
+        BadInput: `ranks` is less than 1, or exceeds the number of accelerators; or `ranks` is above 1, and the machine
+            has measured costs, which are for one accelerator, or has neither an interconnect nor links between the
+            accelerator's and the host's memory in both directions.
     """
     count = machine.accelerator_group.count
     if not 1 <= ranks <= count:

@@ -65,7 +65,7 @@ class Surface:
         return Curve(through, rising=False)(size)
 
     def at_no_size(self, rows: float) -> float:
-        """Return the seconds at which the line through the two smallest sizes begins; 0 if only one was measured."""
+        """Return the seconds at size 0 on the line through the two smallest sizes; 0 if only one size was measured."""
         sizes = sorted(self._curves)[:2]
         if len(sizes) == 1:
             return 0.0

@@ -131,7 +131,8 @@ def usable_share(machine: Machine) -> float:
 def link_kind(machine: Machine, link: Link) -> str:
     """Return the kind of copy on a link, such as "pinned", "pageable" or "disk": a key of WORDS.
 
-    On a machine without the role `pinned`, all copies between host and accelerator are "pinned".
+    If all host memory is page-locked, so that `machine.roles.pinned` is None, all copies between host and accelerator
+    are "pinned".
     """
     hosts = {machine.host.memory, machine.roles.pinned}
     ends = {link.source, link.destination}
@@ -148,8 +149,8 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
     """Return the share of a link's stated bandwidth, from 0 to 1, that copies sustain.
 
     Args:
-        levels: "low" or "high" by kind of copy: the figure to use of the kind's estimate. Kinds that are not named use
-            the expected figure.
+        levels: for some kinds of copy, "low" or "high": the figure of the kind's estimate to use. Other kinds use the
+            expected figure.
     """
     kind = link_kind(machine, link)
     estimate = link.sustained or copies_of(machine).rates[kind]

@@ -125,7 +125,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         path: the model's folder or file.
         tensors: location of each tensor, by its canonical name, such as "layers.0.experts.3.up" (see `tensors.py`).
         skipped: names of tensors in the files that are not needed, as the architecture says.
-        identities: for each file on this machine, its number, size and times before its header was read.
+        identities: for each file on this machine, its inode, size and times before its header was read.
         absent: size in bytes of each file of which only a copy of the header is on this machine.
     """
 

@@ -172,7 +172,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def coded_formats(self) -> tuple[str, ...]:
-        """The names of the coded formats of all tensors, sorted."""
+        """The names of all coded (quantised) formats that tensors have in memory, sorted."""
         pairs = {*self.formats, *(pair for layer in self.kinds for pair in layer.formats)}
         return tuple(sorted({stored for _, stored in pairs}.intersection(CODED)))
 

@@ -61,8 +61,8 @@ def layer_bytes(operations: Operations, tokens: int) -> int:
 def exchanged_bytes(operations: Operations) -> int:
     """Return the bytes per token of memory for exchanges between nodes, in one layer.
 
-    The memory has room for two arrays of each token's input for experts, with the numbers and weights of the token's
-    experts. Smaller arrays use the same memory: a partial sum of expert outputs, and the whole sum.
+    The memory has room for two arrays. A token's part of each is its input for experts, and the numbers and weights of
+    its experts. Smaller arrays use the same memory: a partial sum of expert outputs, and the whole sum.
     """
     return 2 * operations.row_and_choices_bytes
 
@@ -98,9 +98,10 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_g
 
 
 def _coded_bytes(operations: Operations) -> int:
-    """Return the bytes of workspace of matrix products with coded weights, in float32.
+    """Return the bytes of workspace of matrix products with coded (quantised) weights, in float32.
 
-    The bytes hold input rows in pieces, the codes of some rows of weights, and the sums of products in each group.
+    The bytes hold input rows, cut into an upper and a lower part of each number's bits, the codes of some rows of
+    weights, and the sums of products in each group.
     """
     if not operations.config.coded_formats:
         return 0

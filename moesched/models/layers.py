@@ -138,8 +138,8 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): the cache has one compressed vector per token.
 
     In decode, queries are projected to the latent space, and heads attend to the latent vectors themselves. In prefill,
-    the latent vectors are expanded to keys and values. Either way, all tokens share one
-    reading of the expansion's weights.
+    the latent vectors are expanded to keys and values. Either way, the weights that expand them are read once for all
+    tokens together.
 
     Attributes:
         query_rank: width of the compressed queries; None if queries are not compressed.

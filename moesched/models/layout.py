@@ -157,8 +157,8 @@ def weight_layout(
     Args:
         dtype: dtype of the weights in memory; None for the model's own.
         page_bytes: the most bytes of a page. None stands for the size of the largest expert, if that is at most 64 MiB.
-            Otherwise, of a few smaller sizes, it stands for the one with the smallest product of the size and the
-            number of the expert's pages.
+            Otherwise it stands for a size of at most 64 MiB, chosen such that slots of this size leave the least room
+            empty when they hold all pages of that expert.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.
@@ -266,7 +266,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """Return the rows of a part, if a tensor is cut into the fewest parts that fit pages; the last may have fewer."""
+    """Return the rows of each part of a tensor, cut into the fewest parts that fit a page; the last may have fewer."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

@@ -40,8 +40,8 @@ class Activation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         alpha: factor of the gate in the sigmoid of gpt-oss's activation.
-        limit: None for the function above. A number makes it gpt-oss's: gate * sigmoid(alpha * gate) * (up + 1), with
-            gate clipped from above at the limit, and up clipped from both sides.
+        limit: None for silu(gate) * up. With a number, the activation is that of gpt-oss instead:
+            gate * sigmoid(alpha * gate) * (up + 1), with gate clipped from above at the limit, and up from both sides.
     """
 
     alpha: float = 1.0

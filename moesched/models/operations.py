@@ -52,7 +52,8 @@ class Product(NamedTuple):
         elements: number of elements of the matrices.
         nbytes: bytes of the matrices.
         kernel_rate: share, from 0 to 1, of a processor's FLOP/s that kernels reach with the slowest of the matrices.
-        coded: pairs (storage format, bytes) of the quantised matrices; plain transposed ones are under `COLUMNS`.
+        coded: pairs (storage format, bytes) of the quantised matrices. Matrices that are not quantised, but are stored
+            transposed, have the name `COLUMNS` instead of a format.
     """
 
     elements: int
@@ -271,11 +272,11 @@ class ExpertOperations(Products):
         return self._expert(tokens, 1.0)
 
     def fetched_expert(self, tokens: int) -> Amount:
-        """Return the cost of one expert on `tokens` tokens, if its weights were copied to the accelerator for it."""
+        """Return the cost of one expert on `tokens` tokens, if its weights were just copied to the accelerator."""
         return self._expert(tokens, 0.0)
 
     def cached_expert(self, tokens: int) -> Amount:
-        """Return the cost of one expert on `tokens` tokens, if its weights were copied for a task before it."""
+        """Return the cost of one expert on `tokens` tokens, if its weights have been there since an earlier task."""
         return self._expert(tokens, 0.0, "cached expert")
 
     def experts(self, tokens: int, chosen: Sequence[int] | None = None) -> Amount:

@@ -43,7 +43,8 @@ class Prestacked(NamedTuple):
 
     Attributes:
         directory: the checkpoint's folder.
-        by: "expert" if an array has one expert's matrices, "layer" if it has one matrix of all experts of a layer.
+        by: "expert" if an array has all matrices of one expert number, of all layers; "layer" if it has one matrix of
+            all experts of a layer.
         arrays: number of stacked arrays.
         largest: bytes of the largest array.
         others: bytes of all other tensors together.

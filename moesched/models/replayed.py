@@ -52,10 +52,10 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
     """Return the bytes of scratch memory that all micro-batches share, and of tables of the weights' addresses.
 
     Args:
-        kept: for each allocation of scratch memory, its number of rows. A larger allocation does not replace a smaller
-            one, since captured kernels still use the smaller one.
-        decode: number of rows for which attention's partial results have memory. It is the rows of the largest decode
-            step, times the number of allocations kept for that step.
+        kept: number of rows of each allocation of scratch memory. A larger allocation does not replace a smaller one,
+            since captured kernels still use the smaller one.
+        decode: number of rows for which partial results of attention are allocated: the rows of the largest decode
+            step, times the number of times that memory is allocated for such a step.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}

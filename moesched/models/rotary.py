@@ -77,7 +77,8 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
     Attributes:
         attention_factor: number that multiplies cosines and sines, so that attention scores grow with its square; None
             derives it from `factor`, `mscale` and `mscale_all_dim`.
-        truncate: whether the first and the last index of the pairs between, mostly fractions, are rounded outwards.
+        truncate: whether the two pair indices between which the ratio falls, computed as fractions, are rounded
+            outwards to whole numbers.
     """
 
     original_max_position_embeddings: int

@@ -37,8 +37,8 @@ class Codes(NamedTuple):
     Attributes:
         low: the place of the codes' lower bits; codes of 8 bits are signed.
         zero: the number that is subtracted from each stored code.
-        largest: the code that a writer gives the weight furthest from 0, to find the scale; if it is negative, the
-            scale has the opposite sign of that weight.
+        largest: the code that the weight furthest from 0 gets when weights are encoded, which determines the scale. If
+            the code is negative, the scale has the opposite sign of that weight.
         high: the place of the upper bits, in a format that stores them apart; else None.
         values: for each stored code, the number that it stands for; empty if codes stand for themselves.
     """

@@ -68,7 +68,7 @@ class TensorSizes:
 
     @cached_property
     def key_value_width(self) -> int:
-        """Number of elements projected for a token, less `query_width`; in grouped attention, key, value and gate."""
+        """Difference of `qkv_width` and `query_width`: in grouped attention, the width of key, value and gate."""
         return self.layer.attention.qkv_width - self.query_width
 
     @cached_property

@@ -183,8 +183,8 @@ class Candidate:
         """Yield sizes at the edges of the search, which bounds may wrongly rank below other sizes.
 
         Lanes overlap less well if only some micro-batches have their KV cache on the accelerator; bounds ignore this.
-        The first sizes have the highest bound with the whole cache on the host, the second with the whole cache on the
-        accelerator. The last are one micro-batch, whose cache is on the accelerator for as many layers as fit.
+        At most three points are yielded: the highest bound with the whole cache on the host, the highest bound with it
+        on the accelerator, and one micro-batch whose cache is on the accelerator for as many layers as fit.
         """
         if not self.setting.searches_shares:
             return

@@ -249,7 +249,7 @@ class _Cluster:
         Args:
             replicas: number of nodes that hold an expert, on average.
             experts: "whole" if a node holds whole experts, "cut" if each expert is cut over nodes.
-            policy: name of a policy that splits the model in this way; None if there is none.
+            policy: name of a policy with this placement of experts and replicated attention; None if there is none.
             load: mean number of a token's experts that the busiest node runs in a layer.
             kernels: number of kernel launches in a layer.
             held: number of experts that a node holds in each layer.

@@ -200,8 +200,8 @@ def _each(
         settings: arguments of the policies, by name.
         setting_of: a function from a policy to its `Setting`.
         act: a function from a policy's name and `Setting` to a result; it raises BadInput if the policy does not fit.
-        named: whether the user named the policies; then only misfits are kept for the ranking, and any other error of a
-            policy is raised.
+        named: whether the user named the policies. If so, an error is raised unless it says that a plan does not fit;
+            if not, a policy that cannot be made, or an installed plug-in that fails, counts as a misfit, too.
 
     Returns:
         The results for the policies that fit, and the policies that do not fit.

@@ -98,7 +98,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
     """Search for the sizes with the highest throughput.
 
     Args:
-        given: requests of a micro-batch; None to choose them.
+        given: requests of a micro-batch, of which fewer are taken if they do not fit; None to choose them.
         successive: True if successive batches run all requests, and must all fit; False if only the first must fit.
     """
     asked = setting
@@ -121,7 +121,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
-    """Return the sizes of a schedule of the setting's policy as `BatchSizes`, with which batches run like it."""
+    """Convert a simulated schedule's sizes to the `BatchSizes` that make the policy's batches run in the same way."""
     share = schedule.kv_on_gpu if setting.splits_kv else None
     cut = with_chunk(setting, schedule.chunk)
     plan, _ = cut.plan(cut.batch(schedule.point.micro_batches, schedule.micro_batch_size), kv_on_gpu=share)

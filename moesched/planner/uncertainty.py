@@ -63,7 +63,8 @@ class Uncertainty(NamedTuple):
 
     Attributes:
         band: low end, expected value and high end of each figure, by the figure's name.
-        at_peak: the figures at the rates that the machine states; None if the machine's costs were measured.
+        at_peak: the figures if the machine reached the rates stated in its profile in full; None if its costs were
+            measured.
         widest_rate: the rate that widens the band of the throughput most, in words; None if no rate changes it.
     """
 

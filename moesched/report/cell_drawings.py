@@ -112,7 +112,7 @@ def _(comparison: Comparison) -> str:
 
 
 def timeline_drawing(timeline: Timeline) -> str:
-    """Return the SVG of the lanes in a window, each task in the colour of its family, and the HTML of a legend."""
+    """Return the SVG of the lanes in a part of a run, with a colour for each kind of work, and the HTML of a legend."""
     nanoseconds = max(1, timeline.window.end - timeline.window.start)
     scale = (WIDTH - NAMES) / nanoseconds
     drawing = element(

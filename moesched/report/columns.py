@@ -158,7 +158,7 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """Add columns with each task's last wait, and return the JSON value that refers to the columns.
+    """Add columns with the last thing that each task waited for, and return the JSON value that refers to them.
 
     There is a column for each field of `Wait`; the column of `why` (the reason) has positions in `WHY`.
     """

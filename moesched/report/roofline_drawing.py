@@ -148,7 +148,7 @@ def _table(points: Sequence[KernelPoint]) -> str:
 
 
 class KernelPoint(NamedTuple):
-    """A point of the roofline: all tasks of one verb on one processor in one phase, prefill or decode.
+    """A point of the roofline: all tasks of one verb (kind of task) on one processor in one phase, prefill or decode.
 
     Attributes:
         resource: name of the processor.

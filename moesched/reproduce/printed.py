@@ -12,7 +12,7 @@ from moesched.reproduce.report import Accuracy, Claim, Section, Value, agrees, s
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lines of a picture: each joins the rows of a section to which `name` gives the same name.
+    """Lines of a picture: `name` makes a name from each row of a section, and rows with equal names form one line.
 
     Attributes:
         y: key of a row's value on the y axis.

@@ -73,7 +73,7 @@ class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
     """A paper's figures beside ours, which are all predicted and not measured.
 
     Attributes:
-        calibration: a row for each rate that the paper does not give, with the cell that it was fitted to.
+        calibration: a row for each rate that the paper does not give, with its source or the figure it was fitted to.
         accuracy: errors of the tables' predicted cells; None if the tables' sections were not made.
         accuracy_as_drawn: the errors with FlexGen's schedule as MoE-Lightning's Fig. 6 draws it; None for other papers.
         accuracy_sustained: the errors at the profiles' sustained rates, without fits; None if they were not predicted.

@@ -50,8 +50,8 @@ def sample_finite(
     """Choose tokens as `sample` does, but NO_TOKEN for each row whose logits are not finite.
 
     Args:
-        drawn_as: for each row, the number to draw its token with, in place of the request's index; by default
-            `requests`. Rows with equal seed, position and number get the same random number.
+        drawn_as: for each row, an integer from which its random number is made, in place of the request's index; by
+            default `requests`. Rows with equal seed, position and `drawn_as` get the same random number.
     """
     each = [sampling] * len(logits_SV) if isinstance(sampling, Sampling) else sampling
     likeliest = np.where(_are_finite(logits_SV), logits_SV.argmax(axis=1), NO_TOKEN)
@@ -84,7 +84,7 @@ def traced(error: NotFinite, when: str, first_bad: str | None, dtype: str = "") 
     Args:
         when: the step, in words.
         first_bad: the tensor, in words; None if the step, computed again, has no such tensor.
-        dtype: dtype of the computation, which decides the remedy.
+        dtype: dtype of the computation, on which the advice in the message depends.
     """
     if first_bad is None:
         return NotFinite(
@@ -138,7 +138,7 @@ def _draw(likely: Probabilities, number: float) -> int:
 
 
 def logprobs_of(logits_SV: Logits, tokens: Sequence[int], likeliest: int) -> list[Logprob]:
-    """Return the log probability of one token for each row of logits, by the model's own distribution.
+    """Return the log probability of one token for each row of logits, without temperature, top_k and top_p.
 
     Args:
         logits_SV: logits (rows, vocabulary).

@@ -36,8 +36,8 @@ def simulated_decisions(
         preview_accuracy: probability (0 to 1) that `Step.preview_route` forecasts an expert which the routing chooses
             in the next layer; n layers ahead, it is this number to the power of n.
         tokens: tokens that each request generates, such as those of a real run; after them, and by default, zeros.
-        by_step: whether the routing is asked with the number of the task's step as `step`; otherwise, with the number
-            of tokens that the task's micro-batch had generated.
+        by_step: whether `Routing.choose` gets the number of the run's step as its argument `step`; otherwise it gets
+            the number of tokens that each sequence of the task's micro-batch had generated.
     """
     config = plan.layout.config
     moment = _moment(by_step=by_step)

@@ -12,7 +12,7 @@ _log = Log(__name__)
 
 
 class Ending:
-    """A context around a run that catches an interrupt or an error, so that a report can be made before it is raised.
+    """A context around a run that catches an interrupt or an error; `raise_error` raises the error after the report.
 
     Attributes:
         interrupted: whether Ctrl-C or a signal ended the run.

@@ -28,8 +28,8 @@ class TokenHandling(NamedTuple):
     Attributes:
         stop_tokens: ids of tokens, each of which ends its request.
         on_tokens: called with a micro-batch's new tokens as {request: token}; None for no callback.
-        rows_apart: tests whether the bits of a row's results do not depend on other rows, in decode micro-batches of up
-            to a given number of rows (`KeepsRowsApart.rows_apart`). None if the bits may depend on other rows.
+        rows_apart: takes a number of rows, and returns True if in decode micro-batches of up to this size each row's
+            results have the same bits whatever the other rows are (`KeepsRowsApart.rows_apart`). None counts as False.
     """
 
     stop_tokens: Collection[int] = ()

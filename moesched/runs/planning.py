@@ -118,14 +118,14 @@ def _require_node(machine: Machine, layout: WeightLayout, policy: Policy, nodes:
 
 
 def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
-    """Make the lanes of a plan's machine, by name: one per processor role and one per path between memories.
+    """Make the lanes of a plan's machine, by name: accelerator, host, and one for each path between memories.
 
     Each stage of a pipeline has its own accelerator lane: "accelerator", "accelerator 1", ... Tensor-parallel ranks add
     a lane for all-reduces. Nodes add an in-order lane for their exchanges, which come in the same order on all nodes.
 
     Args:
-        kinds: the kind of each lane on the device, by the lane's name. Lanes of kind "stream" are made with
-            `domain="device"`.
+        kinds: the kind of each lane on the device, by the lane's name. Lanes of kind "stream" get `domain="device"`:
+            the device itself makes the tasks on its streams wait for each other.
     """
     accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
     names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]

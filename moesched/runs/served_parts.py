@@ -88,8 +88,8 @@ def first_node(
         kinds: the kind of each lane on the device, by the lane's name.
         peers: on a virtual clock, the objects by which the other nodes receive the rows of each step; else empty.
         on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
-        chosen: returns the number of rows of each expert that the tokens of a `post_attention` task choose; None on a
-            device, and in simulations where tokens choose experts uniformly.
+        chosen: takes a `post_attention` task, and returns how many of the task's tokens each chosen expert gets; None
+            on a device, and in simulations where tokens choose experts uniformly.
         device: name of the device's class, for errors about the tokens that it samples; if it is empty, as in a
             simulation, tokens are not checked.
     """

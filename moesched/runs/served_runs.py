@@ -92,9 +92,9 @@ def simulate_serving(
 
 
 def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:
-    """Return, by type of task, a function that computes a task on its rank's device as the task ends.
+    """Prepare the devices to serve; return, by type of task, a function that computes a task on its rank's device.
 
-    These functions are for the virtual clock, on which tasks end without taking real time.
+    The driver of the virtual clock calls such a function as the task ends. Notices between nodes are not computed.
     """
     for rank in ranks:
         _serves(rank.device).serve(rank.plan)

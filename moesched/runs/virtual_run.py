@@ -43,8 +43,8 @@ class VirtualRun:
         tokens: stop tokens, and the callback for new tokens.
         steps: number of steps to run; by default all of the batch.
         age: number of decode steps that count as done when decoding begins: the KV cache holds their keys and values.
-        chosen: returns the number of rows of each expert that the tokens of a `post_attention` task choose; None for
-            tasks that cost the mean over uniform choices.
+        chosen: takes a `post_attention` task, and returns how many of the task's tokens each chosen expert gets. If it
+            is None, a task takes its mean time over uniform choices of experts.
 
     Attributes:
         rank_runs: lanes, engine, run state and generation of each rank.

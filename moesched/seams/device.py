@@ -108,8 +108,8 @@ class Device(Protocol):
         list of tokens, one for each sequence that decodes or whose prompt ends in this step. Other verbs return None.
         Values may have numpy's numbers in place of Python's.
         A `run_expert` task computes the rows that `Task.expert_rows` names; each row must get the same bits as if all
-        rows of its micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its
-        rows.
+        rows of its micro-batch ran together. The operands of `load_routed`, which copies outputs from the host, are
+        pairs: an expert that ran on the host, and the range of its rows that it computed there.
 
         Raises:
             Exception: of any kind; the driver turns it into the task's failure, and ends the run.
@@ -332,10 +332,10 @@ class EmulatedLane(msgspec.Struct, frozen=True):
     """Quality of the emulation of one lane.
 
     Attributes:
-        real_share: seconds of real work over the dilated seconds of the modelled work; below a third in a good
-            emulation.
-        overruns: tasks whose real work took more than a third of their dilated time.
-        late: tasks whose real work took longer than their dilated time, so that they ended late.
+        real_share: seconds of real work over the tasks' dilated time, which is their modelled time multiplied by the
+            dilation of the emulation; below a third in a good emulation.
+        overruns: number of tasks whose real work took more than a third of their dilated time.
+        late: number of tasks whose real work took longer than their dilated time, so that they ended late.
         excess_seconds: total time that tasks took longer than modelled, in the emulated machine's time.
     """
 

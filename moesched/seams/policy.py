@@ -13,9 +13,10 @@ class Policy(Protocol):
     """Plans a run and schedules its steps.
 
     Each batch gets a new instance, made with the user's `--set` values as keyword arguments; a class whose
-    `keeps_state` is True has one instance for all batches. The instance submits tasks through the step's verbs in
-    program order, and may await nothing but the handles that verbs return. If the class has a setting `kv_on_gpu`, the
-    share (0 to 1) of the micro-batches whose KV cache stays on the accelerator, the planner searches its values, too.
+    `keeps_state` is True has one instance for all batches. The instance submits tasks in program order by verbs:
+    methods of `Step` that each submit a task and return its handle. The instance may await nothing but these handles.
+    If the class has a setting `kv_on_gpu`, the share (0 to 1) of the micro-batches whose KV cache stays on the
+    accelerator, the planner searches its values, too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
     policy sees one accelerator with its share of the model. A class for a pipeline is `Pipelined`, and

@@ -39,11 +39,12 @@ class Transport(Protocol):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Connect to the other ranks. The names of a transport's parameters tell the framework the way to do so.
+        """Connect to the other ranks, in one of four ways; the framework knows the way by the parameters' names.
 
-        `(ranks)`: the ranks are threads that share the transport. `(addresses, rank, *, keys, listen, epoch,
-        lost_after_seconds)`: each process listens at one of the addresses. `(rank, ranks)`: rank 0 is found by
-        MASTER_ADDR and MASTER_PORT. `()`: all settings come from the environment.
+        `(ranks)`: the ranks are threads that share this transport. `(addresses, rank, *, keys, listen, epoch,
+        lost_after_seconds)`: the ranks are processes, each at one of the addresses, and connections are encrypted.
+        `(rank, ranks)`: the ranks are processes, which find rank 0 by the environment variables MASTER_ADDR and
+        MASTER_PORT. `()`: the ranks are processes that take all settings from the environment.
         """
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:

@@ -105,8 +105,8 @@ class Gate:
     def _retry_seconds(self, answers: int) -> int:
         """Estimate the seconds after which a request that is refused now should come back.
 
-        The request gets the first time at which `answers` answers have room, if all requests that were refused earlier
-        come back first.
+        All requests that were refused earlier are assumed to come back first. The result is then the time until there
+        is room for `answers` more answers, from 1 to `LONGEST_WAIT` seconds.
         """
         now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:

@@ -19,7 +19,7 @@ OPEN_PATHS = frozenset(["/", "/health"])
 
 
 class Keyed:
-    """Passes on requests that have the API key, and refuses others."""
+    """Passes on requests that have the API key or are for one of the `OPEN_PATHS`, and refuses others."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app

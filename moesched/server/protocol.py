@@ -64,7 +64,7 @@ class TimedProtocol(H11Protocol):
         _cancel(self._write_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP: answer with status 400, without `msg`; only close if an answer has begun."""
+        """Refuse bytes that are not HTTP: answer with status 400, without `msg`; if an answer has begun, just close."""
         self._refuse(NOT_HTTP)
 
     def shutdown(self) -> None:

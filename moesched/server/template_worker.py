@@ -1,7 +1,7 @@
-"""The process that renders chat templates: lines of JSON in, lines of JSON out, each within a time limit.
+"""The process that renders chat templates: lines of JSON in, lines of JSON out, with a time limit for each rendering.
 
-Templates come with models, from strangers. Jinja's sandbox denies them Python's internals, and in a process of their
-own endless loops and large memory do not harm the server.
+Templates come with models, from strangers. Jinja's sandbox denies them Python's internals. Since they run in a process
+of their own, endless loops and high memory use do not harm the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTES = 1 << 30
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks answers for training in templates; here it only renders its body."""
+    """The tag `{% generation %}`, by which templates mark answers for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja's class has it
 

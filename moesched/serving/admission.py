@@ -50,9 +50,9 @@ class ShortestPrompt:
 class FairAmongUsers:
     """Users take turns by tokens: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
 
-    Each request has a start on a scale of tokens, and requests run by their starts. A request starts where its user's
-    previous request ends, and ends at its start plus the most tokens that it may have. A user who is new, or comes
-    back, starts where the request that entered last started, and so gains and loses nothing by having been away.
+    Each request gets a start and an end, which count tokens, and requests run in the order of their starts. The end is
+    the start plus the most tokens that the request may have. The start is the end of the user's previous request, but
+    at least the start of the request that began to run last: users gain and lose nothing by having been away.
     """
 
     def __init__(self) -> None:

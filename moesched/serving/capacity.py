@@ -50,9 +50,9 @@ class Capacity(msgspec.Struct, frozen=True):
     def fullest(self) -> Batch:
         """Return a batch that takes the most memory that requests may take, for policies and devices to plan with.
 
-        In each place, the prompts of `sequences` requests together have at least `prompt_tokens` tokens. If that leaves
-        a request no room to generate a token, the prompts are shorter. With the generated tokens, the requests fill all
-        of `cache_tokens`. If prompts are cut, at most `chunk` of a place's prompt tokens pass a layer together.
+        Each place has `sequences` requests. Their prompts together have at least `prompt_tokens` tokens, or fewer if
+        each request would otherwise have no room to generate a token. Prompts and generated tokens together fill all of
+        `cache_tokens`. If prompts are cut, at most `chunk` of a place's prompt tokens pass a layer together.
         """
         blocks, more = divmod(self.cache_tokens // KV_BLOCK_TOKENS, self.sequences)
         least = KV_BLOCK_TOKENS * blocks
@@ -100,8 +100,9 @@ class Capacity(msgspec.Struct, frozen=True):
 def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
     """Return the capacity for a batch of these sizes, if each request has up to `context` tokens, answer included.
 
-    All micro-batches have room for the same number of requests. There may be more micro-batches than in `sizes`, so
-    that fewer of the batch's requests are left out: 16 requests in 3 micro-batches become 4 micro-batches of 4.
+    All micro-batches have room for the same number of requests, so requests that do not divide evenly are left out. To
+    leave out fewer, there may be more micro-batches than in `sizes`: 16 requests in 3 micro-batches become 4
+    micro-batches of 4.
     """
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
     places = _even_places(sizes.batch_size, sizes.micro_batches)

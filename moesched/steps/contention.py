@@ -20,10 +20,11 @@ def devices_contend(plan: Plan) -> bool:
 
 
 def host_contends(plan: Plan) -> bool:
-    """Test whether the host computes on data in its memory, from which transfers to the accelerator read as well.
+    """Test whether computing on the host and transfers to the accelerator compete for the host's memory.
 
-    False if the machine's profile has measured costs. False, too, if the profile names no class of hardware for any
-    processor: the rates in the profile are then taken as reached in full, not as peaks.
+    They do if the host computes attention or runs experts. The result is False all the same if the machine's profile
+    has measured costs, or if it names no class of hardware for any processor: the rates in the profile are then taken
+    as reached in full, not as peaks.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

@@ -91,8 +91,8 @@ class Declarations(ReadOnly):
     def task_limit(self) -> int:
         """Largest number of tasks that a step may submit; a policy may assign another number in `plan`.
 
-        The default is far above the needs of policies. For each micro-batch of prefill, it allows 20 tasks per page of
-        the model, and 20 per expert and 400 more in each layer.
+        The default is far above the needs of policies. For each micro-batch of prefill, it allows 20 tasks for each
+        page of the model, 400 tasks for each layer, and 20 tasks for each expert of each layer.
         """
         return self._declared.task_limit or self._default_task_limit
 

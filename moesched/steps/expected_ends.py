@@ -77,9 +77,9 @@ def _waiting_for(task: Task) -> list[Task]:
 class _Lookahead:
     """A simulation of the tasks that have not ended.
 
-    A lane runs one task at a time: of the ready tasks, the one with the lowest `Task.key`, its priority. Joins,
-    cancelled tasks, and tasks that need a cancelled task's result take no lane: they end as soon as all tasks that they
-    wait for have ended.
+    A lane runs one task at a time: of the ready tasks, the one with the lowest `Task.key`, its priority. Joins (tasks
+    that only link tasks to others), cancelled tasks, and tasks that need a cancelled task's result take no lane: they
+    end as soon as all tasks that they wait for have ended.
 
     Attributes:
         cancelled: ids of the tasks that will not run.

@@ -93,7 +93,8 @@ class RoutingState:
         owners: the node of each expert, as passed to `assign`; None before that.
         outputs: the blocks of experts' outputs that `combine` reads.
         on_host: outputs that are still on the host; None if the routed rows were not copied there.
-        called: processors ("accelerator", "host") with a task of a resident expert; further ones join its call.
+        called: processors ("accelerator", "host") that have a task of a resident expert already; on these, the tasks of
+            further resident experts start with the same call and cost no launch.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> HomePages | None:
-        """Pages that the host may compute with where weights are stored; None unless the plan has it do so."""
+        """Pages with which the host may compute where weights are stored; None if no experts run from there."""
         return self._home
 
     @property
@@ -110,10 +110,11 @@ class PlacedWeights(ReadOnly):
         self._home = HomePages(memory, (page for page in pages if page.id not in elsewhere))
 
     def count_load_buffers(self, memory: Memory, global_bytes: int) -> None:
-        """Choose `load_buffers` for a memory; no effect if it has no resident pages, or a pool of two or more slots.
+        """Reduce `load_buffers` to the number that fits in a memory beside its resident pages, but to no less than 1.
 
         Args:
-            memory: the memory that the pages are loaded into.
+            memory: the memory that the pages are loaded into. If it has no resident pages, or has a pool of two or more
+                slots, nothing changes.
             global_bytes: bytes of the weights outside the layers, which are loaded first.
 
         Raises:

@@ -39,7 +39,7 @@ class Plan(PlanFacts):
         nodes: number of machines that share the model's experts.
         node: this machine's index among them, from 0.
         pipelined: whether layers are divided into stages, one for each of the machine's equal accelerators. With L
-            layers and S stages, layer i belongs to stage i S // L. A page goes to the accelerator of its layer's
+            layers and S stages, layer i belongs to stage i * S // L. A page goes to the accelerator of its layer's
             stage, and the first verb of a stage moves a micro-batch's hidden state there.
         process: the process that will run the plan; None where that is not known.
 

@@ -61,8 +61,8 @@ class PreviewAccuracy:
 
     Attributes:
         ahead: the comparisons of previews so far, by the number of layers that they looked ahead.
-        by_predictor: the comparisons of predictors' answers so far, by (predictor, number of layers ahead). As many
-            experts of an answer are compared as the router then chose: those with the most expected tokens.
+        by_predictor: the comparisons of predictors' answers so far, by (predictor, number of layers ahead). If the
+            router chose n experts, only the n experts with the most expected tokens in the answer are compared.
         waiting: forecasts whose layer has not been routed in this step, by (layer, micro-batch).
     """
 

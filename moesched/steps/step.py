@@ -144,11 +144,11 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """End the step; the framework calls this once the policy's method has ended.
 
         Returns:
-            for each micro-batch that sampled, (its requests, its `sample` task); in continuous batching, also for each
-            other micro-batch, (no requests, its last task).
+            for each micro-batch that sampled tokens, (the requests that got one, its `sample` task); in continuous
+            batching, also for each other micro-batch, (no requests, its last task).
 
         Raises:
-            OutOfOrder: a micro-batch was not sampled.
+            OutOfOrder: `sample` was not called for a micro-batch.
             PolicyError: the policy called this method.
         """
         if self._gate.thread != NOBODY:

@@ -142,7 +142,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the expected nanoseconds of a task with this work, by the cost model if no virtual driver set them."""
+        """Return the nanoseconds that the virtual driver computed for this work or, without any, the cost model's."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)

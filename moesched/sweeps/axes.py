@@ -112,8 +112,8 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
 def merged(file: Sweep, options: Sweep) -> Sweep:
     """Join the sweep of a file with the sweep of the command line.
 
-    An axis in `options` replaces the file's axis of the same name; so does the price of a machine. If neither gives a
-    model or a workload, the result has the default one.
+    An axis in `options` replaces the file's axis of the same name, and a price in `options` replaces the file's price
+    of the same machine. If neither sweep gives a model or a workload, the result has the default one.
 
     Raises:
         BadInput: no machine or no policy is given.

@@ -233,7 +233,7 @@ def _number_logarithms(axis: XAxis | YAxis) -> None:
 
 
 def _add_legend(figure: Figure, names: Sequence[str]) -> None:
-    """Add one legend beside all panels, with the series in the order of their names in `names`."""
+    """Add one legend beside all panels, with the series in the order of `names`, at most the first `MOST_NAMED`."""
     handles: dict[str, Any] = {}
     for panel in figure.axes:
         handles |= {name: handle for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}

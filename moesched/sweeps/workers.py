@@ -42,7 +42,8 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 class Workers:
     """Worker processes, each of which runs one simulation at a time; a context manager, which ends them.
 
-    If a process is killed, only its own simulation is affected.
+    If a process is killed, another one runs its simulation again; after `MOST_DEATHS` kills the simulation has failed.
+    Other simulations are not affected.
 
     Args:
         found: the objects that the simulations name.

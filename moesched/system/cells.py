@@ -82,7 +82,7 @@ class CellLine:
             self._lock.release()
 
     def end(self, what: str) -> None:
-        """Replace the line's text by `what`, and show nothing more; a line that has not appeared stays hidden."""
+        """Replace the text of the line, if it has appeared, by `what`; a later call of `show` takes effect at once."""
         with self._lock:
             if self._handle is not None:
                 self._write(escape(what))

@@ -1,4 +1,4 @@
-"""Settings of Python's garbage collector for programs that import torch: it makes 300,000 objects, and all stay."""
+"""Settings of Python's garbage collector for programs that import torch, which makes 300,000 objects that all stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ OBJECTS = 50_000
 def rare_collections() -> Iterator[None]:
     """Make garbage collections rare from now on, and exempt all objects from them once the context ends.
 
-    The context is for a whole program: the collection at the program's end, which takes 0.2 s, then finds nothing.
+    The context is for a whole program: Python's collection at the program's end, which would take 0.2 s, then has no
+    objects to look through.
     """
     gc.set_threshold(OBJECTS, 20, 100)
     try:

@@ -11,9 +11,9 @@ ROOT = Path("/")
 def groups_of(controller: str, root: Path = ROOT) -> Iterator[Path]:
     """Yield the folder of this process's control group for a controller, then the folder of each enclosing group.
 
-    Control groups of version 1 have a tree for each controller, version 2 has one tree for all. A container may
-    see only the part of the host's tree from the process's own group on, while /proc gives the group's path in the
-    whole tree. Then the top folder, which is yielded last, is the group's, and the folders before it do not exist.
+    Control groups of version 1 have a tree for each controller, version 2 has one tree for all. In a container, the top
+    of the visible tree may be the process's own group, while /proc gives the group's path in the host's whole tree.
+    Then only the last folder that is yielded, the top one, exists; it is the folder of the process's own group.
 
     Args:
         controller: name of the controller, such as "cpu".

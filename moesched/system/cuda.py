@@ -106,9 +106,9 @@ def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
 def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:
     """Test whether any of a library's kernels can run on a GPU.
 
-    Binaries ("sm_80") run on GPUs of the same major version and the same or a later minor one; binaries with a letter
-    ("sm_90a") only on GPUs of exactly this version. Code that the driver compiles ("compute_80") runs on all later
-    GPUs.
+    Binaries ("sm_80", "sm_100f") run on GPUs of the same major version and the same or a later minor one; those with
+    the letter "a" ("sm_90a") only on GPUs of exactly this version. Code that the driver compiles ("compute_80") runs on
+    all later GPUs as well, unless it has a letter.
 
     Args:
         capability: the GPU's compute capability, such as (8, 0).

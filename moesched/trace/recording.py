@@ -97,9 +97,9 @@ class Slice(msgspec.Struct, gc=False):
             for a task on a stream.
         launching: for a task on a stream, nanoseconds from its start until the host had launched the task's last
             kernel; the stream may have waited for the host in this time.
-        submit_delay: nanoseconds that the policy took to submit a task that then had nothing to wait for, not even its
-            lane; -1 for other tasks. The delay begins at the later of two times: the end of the task that the policy
-            awaited last, and the policy's previous submission of a task with a delay.
+        submit_delay: nanoseconds that the policy took to submit a task that could start as soon as it was submitted; -1
+            for tasks that then had to wait for other tasks or for their lane. The time counts from the end of the task
+            that the policy awaited last, or from the policy's previous submission of such a task if that was later.
         experts: numbers of rows by expert, for the experts that a router or a preview chose; None for other tasks.
     """
 

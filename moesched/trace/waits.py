@@ -17,14 +17,15 @@ class Wait(NamedTuple):
     """The last thing that a task waited for before it started.
 
     Attributes:
-        waited_for: index of the slice (a task that ran) that this task waited for; -1 if it waited for none.
-        why: "data": this task reads the other's result; "room": this task overwrites weights that the other used;
-            "lane": the other occupied the lane; "rank": this task is a part of a collective, and the other held up the
-            part of another rank; "await": the policy awaited the other, and then submitted this task; "start":
-            `waited_for` is -1.
-        policy: nanoseconds in which the policy ran, between the other task's end (or the start of the recording) and
+        waited_for: index of the slice (a task that ran) that this task waited for, here called the earlier task; -1 if
+            it waited for none.
+        why: "data": this task reads the earlier one's result; "room": this task overwrites weights that the earlier one
+            used; "lane": the earlier one occupied the lane; "rank": this task is a part of a collective, and the
+            earlier one held up the part of another rank; "await": the policy awaited the earlier one, and then
+            submitted this task; "start": `waited_for` is -1.
+        policy: nanoseconds in which the policy ran, between the earlier task's end (or the start of the recording) and
             the start of this task.
-        host: the other nanoseconds between these two times, in which the driver ran and the lane's thread woke up.
+        host: the remaining nanoseconds between these two times: the driver ran, and the lane's thread woke up.
     """
 
     waited_for: int
@@ -84,8 +85,8 @@ def _candidates(
 def lacked_room(before: Slice, each: Slice) -> bool:
     """Test whether `each` had to wait for `before` because it overwrites weights that `before` used.
 
-    The result is False if `each` needed data from `before` instead: if `each` moves no weights, or if it moves the same
-    weights that `before` moved, from where `before` put them.
+    If `each` moves no weights, it waited for data, and the result is False. The result is also False if `before` moved
+    the same weights: `each` then moves them on from where `before` put them, so it waited for data, too.
     """
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))

@@ -20,8 +20,8 @@ class Stored(NamedTuple):
     Attributes:
         name: the tensor's name in the file.
         parts: canonical names of the model's tensors in it.
-        stacks: number of equal parts that the rows are divided into by a leading axis: the shape is (stacks, rows /
-            stacks, columns). 0 without such an axis.
+        stacks: length of the first axis of a tensor of shape (stacks, rows / stacks, columns), where `rows` counts the
+            rows of all parts, such as the experts of a layer. 0 for a tensor without this axis.
     """
 
     name: str

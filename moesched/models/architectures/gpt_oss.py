@@ -106,7 +106,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of 16-bit checkpoints, in which one tensor has the same matrix of all experts of a layer."""
+    """Yield the tensors of 16-bit checkpoints; all experts of a layer have one tensor for each kind of matrix."""
     yield from llama_like.global_tensors(config)
     for layer, described in enumerate(config.pattern):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."

@@ -114,7 +114,7 @@ def _vocabulary_size(parts: GgufParts, embedding: FoundTensor, tokens: int, desc
 
 
 def _dtype(tensors: Iterable[FoundTensor]) -> str:
-    """Return the dtype that has the most bytes of all matrices; bfloat16 if that is no dtype, but a coded format."""
+    """Return the dtype of most bytes of the matrices; bfloat16 if most bytes are in a quantised format."""
     weights: Counter[str] = Counter()
     for found in tensors:
         if len(found.entry.shape) > 1:

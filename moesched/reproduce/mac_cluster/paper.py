@@ -34,7 +34,7 @@ class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         moe, comm, misc: the parts of `seconds`: for experts, for communication, and for the rest.
         fitted: names of the cells, such as "moe", to which a rate of the machine was fitted.
         prestacked: whether one array has an expert's weights of all layers, as in `moesched.machines.WiredMemory`.
-        standby: whether weights are wired before the request, and stay wired until it comes.
+        standby: whether weights are wired (pinned in memory) in advance, and stay wired until the request comes.
     """
 
     tables: list[str]

@@ -1,4 +1,4 @@
-"""Cost of wiring memory on a simulated Mac: the paper's packing benchmark, and the time per token."""
+"""Cost of wiring memory (pinning it for the GPU) on a simulated Mac: the packing benchmark, and the time per token."""
 
 from __future__ import annotations
 

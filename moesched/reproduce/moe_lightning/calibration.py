@@ -44,7 +44,8 @@ def cell_setting(
 
     Args:
         column, row: the cell.
-        factors: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+        factors: shares of the peak rates that the machine's profile states; None for the profile's sustained rates,
+            which kernels and copies are expected to reach.
         system: the way in which we simulate the cell; None for the usual way of the row's system.
     """
     return setting_of(
@@ -58,7 +59,7 @@ def cell_setting(
 
 
 def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: None) -> RateFactors:
-    """Fit each rate in turn to the cell that names it, and repeat this until the rates hardly change.
+    """Fit each rate in turn to the cell whose `Row.fit` names it, and repeat this until the rates hardly change.
 
     Raises:
         BadInput: a rate cannot be fitted to its cell.

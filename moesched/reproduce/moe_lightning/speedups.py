@@ -101,7 +101,8 @@ def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted
 def generation_claims(paper: Paper, rows: Rows, setting: str, flexgen_sizes_by: str) -> list[Claim]:
     """Return two claims of section 5.2, each with our result beside it.
 
-    The paper claims that FlexGen's throughput falls at the longest generation, and that MoE-Lightning(p)'s does not.
+    The paper claims that FlexGen's throughput falls at the longest generation, and that the throughput of
+    MoE-Lightning(p), which pads all prompts to the same length, does not.
 
     Args:
         rows: rows of predictions.

@@ -78,5 +78,5 @@ class TwiddlerPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def twiddler_paper() -> TwiddlerPaper:
-    """Read the paper's Table 1, claims and measured numbers of tokens and beams, and the authors' raw measurements."""
+    """Read the paper's Table 1 and claims, the numbers of tokens and beams in its figures, and raw measurements."""
     return read_paper(TwiddlerPaper, __package__)

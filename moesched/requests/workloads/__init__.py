@@ -184,7 +184,7 @@ def _root(falling: Callable[[float], float]) -> float:
 
 
 def _correct(lengths: list[int], total: int, largest: int) -> None:
-    """Add or remove tokens, one per prompt and round, until `lengths` have this total; the longest stays `largest`."""
+    """Add or remove one token of each length in turn, until all add up to `total`; the last length stays `largest`."""
     missing = total - sum(lengths)
     change = 1 if missing > 0 else -1
     while missing:

@@ -365,8 +365,8 @@ def _submit_kernels(
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
     """Return two lists by verb number: the progress that each verb needs, and the progress that it leaves, in layer 0.
 
-    For another layer, callers add `STRIDE` times the layer's number. They do so for `sample`, too, whose layer is -1
-    although it comes after all layers: so its two numbers contain `stride` as well.
+    For another layer, callers add `STRIDE` times the layer's number. For `sample`, which comes after all layers, they
+    give -1 as the layer. To make up for this, both numbers of `sample` include `stride`.
 
     Args:
         stride: the progress of a whole step.

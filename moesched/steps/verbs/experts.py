@@ -369,8 +369,8 @@ class ExpertVerbs(Verbs):
     ) -> Task:
         """Make a task of an expert on rows of a micro-batch; `tokens` is the number of rows.
 
-        Resident weights may have another layout than fetched ones, and thus another cost. In one memory, the first task
-        on weights that just arrived takes longer than those after it.
+        Resident weights may have another layout than fetched ones, and thus another cost. If accelerator and host share
+        a memory, the first task on weights that just arrived takes longer than later tasks on them.
 
         A device computes all resident experts of a layer for a micro-batch in one call for each processor. Only the
         first of these tasks costs a launch. Fetched experts start one by one, as they arrive.

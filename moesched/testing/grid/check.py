@@ -39,8 +39,8 @@ def check_on_grid(
 ) -> GridReport:
     """Look for a policy's faults in small cases, and compare it with the shipped policies in cells of a grid.
 
-    All items of the check (small cases, cells, ranks in cells) run in a child process, which is killed if a small case
-    does not end, or at the time limit.
+    All items of the check (small cases, cells, and the ranking of policies in each cell) run in a child process, which
+    is killed if a small case does not end, or at the time limit.
 
     Args:
         policy: a name of `moesched list policies`, or file.py:Class, or module:Class.
