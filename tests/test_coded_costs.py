@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from moesched.machines import CostPoint, Machine, load_machine
-from moesched.machines.calibrated import ROUTE_WITHIN, Calibrated
+from moesched.machines.calibrated import COMBINE_WITHIN, ROUTE_WITHIN, Calibrated
 from moesched.machines.gpu_cost import GpuCosts
 from moesched.machines.product_times import RESIDENT
 from moesched.models.coded_models import coded_as
@@ -117,15 +117,21 @@ def test_a_layer_in_one_task_costs_one_call_whether_experts_lie_transposed_or_no
     table = [
         replace(ROUTES[0], operation=f"{RESIDENT}{name}", seconds=seconds) for name, seconds in names.items()
     ]
-    costs = Calibrated(measured(*table, *PRODUCTS, replace(COLUMN_PRODUCT, seconds=1.0)), "bfloat16")
+    sums = [
+        CostPoint(operation=name, size=8, seconds=seconds, dtype="bfloat16")
+        for name, seconds in (("combine", 6.0), (COMBINE_WITHIN, 0.5))
+    ]
+    costs = Calibrated(measured(*table, *sums, *PRODUCTS, replace(COLUMN_PRODUCT, seconds=1.0)), "bfloat16")
 
     def seconds(*coded: tuple[str, int]) -> float:
         experts = WorkPart(f"{RESIDENT}experts", PLAIN, times=5, coded=coded)
-        layer = Work("post_attention", "cpu", parts=(WorkPart(f"{RESIDENT}route", PLAIN), experts))
+        parts = WorkPart(f"{RESIDENT}route", PLAIN), experts, WorkPart("combine", 8)
+        layer = Work("post_attention", "cpu", parts=parts)
         return costs.work(layer).seconds
 
-    assert seconds() == 2.0 + 5 * 3.0
-    assert seconds((COLUMNS, PLAIN)) == 2.0 + 5 * 3.0
+    assert seconds() == 2.0 + 5 * 3.0 + 0.5
+    assert seconds((COLUMNS, PLAIN)) == 2.0 + 5 * 3.0 + 0.5
+    assert costs.work(Work("combine", "cpu", parts=(WorkPart("combine", 8),))).seconds == 6.0
 
 
 def test_plain_experts_of_gpt_oss_lie_transposed_and_published_ones_do_not() -> None:

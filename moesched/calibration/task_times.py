@@ -13,7 +13,15 @@ import numpy as np
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
-from moesched.machines.calibrated import AWAIT, CACHED_EXPERT, DISPATCH, HOP, ROUTE_WITHIN, work_class_of
+from moesched.machines.calibrated import (
+    AWAIT,
+    CACHED_EXPERT,
+    COMBINE_WITHIN,
+    DISPATCH,
+    HOP,
+    ROUTE_WITHIN,
+    work_class_of,
+)
 from moesched.machines.cost_model import at_once
 from moesched.machines.product_times import RESIDENT
 from moesched.models.config import DType, ModelConfig
@@ -267,8 +275,8 @@ class TaskTimes:
 
         The router's time is computed from the time of `pre_attention`. Both consist of products, and are assumed to
         take equally long per byte of weights. The time of a task `route` would be too long, since that task also hands
-        the choices over to the host. The rest of `seconds`, less the time of the task `combine`, is divided equally
-        among the experts that the tokens chose.
+        the choices over to the host. The rest of `seconds` is divided equally among the experts that the tokens chose,
+        whose outputs it also adds up: most of the task `combine` is the call.
 
         Args:
             group: the measured group of `post_attention` tasks.
@@ -276,19 +284,17 @@ class TaskTimes:
             seconds: time of a task of the group.
         """
         before = self._times.get(group._replace(verb="pre_attention", weights=RESIDENT))
-        after = self._times.get(group._replace(verb="combine", weights=""))
-        if before and after:
+        if before:
             parts = self._works[group].parts
             alike = self._works[group._replace(verb="pre_attention", weights=RESIDENT)].parts[0]
             route, experts = parts[0], [part for part in parts if part.operation.endswith("experts")]
             within = median(before) * route.size / alike.size
             yield point(f"{prefix}{ROUTE_WITHIN}", group.dtype, route.rows, route.size, within)
-            used = fmean(
-                self._used[group]
-            )  # tokens of one prompt choose alike: fewer experts than the work's mean
+            yield point(COMBINE_WITHIN, group.dtype, 1, 0, 0.0)
+            # Tokens of one prompt choose alike: fewer experts than the work's mean.
+            used = fmean(self._used[group])
             rows = experts[0].rows * sum(part.times for part in experts) / used
-            each = (seconds - within - median(after)) / used
-            yield point(f"{prefix}experts", group.dtype, rows, experts[0].size, each)
+            yield point(f"{prefix}experts", group.dtype, rows, experts[0].size, (seconds - within) / used)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
         """Yield the costs of attention: the overhead of a task, the overhead of a call, and the time of one sequence.

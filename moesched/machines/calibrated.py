@@ -27,7 +27,9 @@ CACHE_WRITING = "offload_kv"
 """Kind of the works that write to the KV cache on the host."""
 DISPATCH, HOP, AWAIT = "dispatch", "hop", "await"
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
-ROUTE_WITHIN = "route within post_attention"
+WITHIN = " within post_attention"
+"""End of the names of operations that are parts of a task `post_attention`, which is one call of the native kernels."""
+ROUTE_WITHIN, COMBINE_WITHIN = f"route{WITHIN}", f"combine{WITHIN}"
 CACHED_EXPERT = "cached expert"
 """Operation of an expert that was fetched for an earlier task."""
 ON_WEIGHTS = ("pre_attention", "route", ROUTE_WITHIN, "sample", "expert", CACHED_EXPERT, "experts")
@@ -105,11 +107,11 @@ class Calibrated:
         """Yield the parts of `work`, each with the name of the operation in the cost table whose time applies to it.
 
         In a task `post_attention`, "route" becomes `ROUTE_WITHIN` if that was measured: there the router runs within a
-        call of the native kernels, and does not hand its choices to the host. A cached expert takes as long as one
-        that was just fetched, if no cached expert was measured.
+        call of the native kernels, and does not hand its choices to the host. The same holds for "combine". A cached
+        expert takes as long as one that was just fetched, if no cached expert was measured.
         """
         for part in work.parts:
-            within = part.operation.replace("route", ROUTE_WITHIN)
+            within = part.operation + WITHIN
             if work.kind == "post_attention" and within in self._surfaces:
                 yield part._replace(operation=within)
             elif part.operation == CACHED_EXPERT and CACHED_EXPERT not in self._surfaces:
