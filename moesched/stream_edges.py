@@ -69,7 +69,7 @@ def _wait_there(task: Task, other: Task) -> None:
 
 
 def wait_on_host(task: Task) -> bool:
-    """Move the waits of a task that will not run from its device to the host.
+    """Let a task that will not run wait on the host for the earlier tasks that it was to wait for on its device.
 
     The engine cancels the task once all tasks that it waits for have settled: are done, failed or cancelled.
 

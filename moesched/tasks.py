@@ -92,8 +92,8 @@ class Lane:
         domain: name of the device, if the lane is one of its streams; None for other lanes. The device itself enforces
             edges between its streams, so the engine does not wait for tasks on the same device to end: it hands a task
             over as soon as it has handed over those that the task depends on.
-        depth: number of tasks in flight below which any ready task may be handed to the stream. A task is in flight if
-            it was handed over and has not ended.
+        depth: while fewer tasks than this are in flight, any ready task may be handed to the stream. A task is in
+            flight from the time that it is handed over until it ends.
         depth_in_order: the largest number of tasks in flight, at least `depth`. While `depth` or more are in flight,
             only the next task in program order (the order of submission) is handed over. Any other task could delay an
             earlier one that becomes ready meanwhile.
@@ -445,7 +445,7 @@ def priority(priority_class: int, task_id: int) -> int:
 
 
 def class_of(task: Task) -> int:
-    """Return the priority class of a task; 0 for collectives, which go first once `Engine.admit` has let them start."""
+    """Return the priority class of a task; 0 for a collective, which has none: its key comes from `Engine.admit`."""
     return 0 if type(task) is Collective else task.key >> CLASS_SHIFT
 
 

@@ -18,7 +18,8 @@ class WorkPart(NamedTuple):
         rows: number of rows (tokens) that the weights are multiplied with, or the mean if an expert's tokens are not
             known. For a transfer: number of pages. For a decode step's attention: number of KV heads.
         times: the number of operations; if only its expected value is known, that may be a fraction.
-        coded: pairs (storage format, bytes) of the quantised weights, and of plain transposed ones under `COLUMNS`.
+        coded: pairs (storage format, bytes) of the quantised weights. Plain weights that are stored transposed have a
+            pair, too, with `COLUMNS` in place of a storage format.
     """
 
     operation: str

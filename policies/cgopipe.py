@@ -1,8 +1,8 @@
 """CGOPipe: MoE-Lightning's CPU-GPU-I/O pipeline with paged weights (ASPLOS'25, Algorithm 1 and Appendix A.1).
 
 Attention runs on the CPU two micro-batches ahead of the GPU. The next layer's weights arrive page by page between the
-micro-batches' activations. Where little of the host's memory is page-locked, weights pass through pinned memory, as in
-the paper.
+micro-batches' activations. If only a part of the host's memory can be page-locked, weights are first copied to that
+part, called pinned memory, as in the paper.
 """
 
 from __future__ import annotations

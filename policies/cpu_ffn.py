@@ -16,7 +16,7 @@ from .expert_streaming import ExpertStreaming
 
 
 class CpuFFN(ExpertStreaming):
-    """Runs a micro-batch's experts on the CPU while the GPU runs attention and router of the others.
+    """Runs one micro-batch's experts on the CPU while the GPU runs attention and router of another.
 
     Settings:
         together: number of experts in one transfer in prefill.

@@ -10,7 +10,7 @@ from moesched.steps.step import Step
 
 
 class EpBusyFull(NodeExperts):
-    """Runs, on each node, all experts that it holds, so that no weights idle; discards unneeded outputs.
+    """Runs, on each node, all experts that it holds, so that none idles; discards unneeded outputs.
 
     Settings:
         decentralised: True to have every node attend, route and add up, and exchange once a layer; False to have the

@@ -29,15 +29,15 @@ from moesched.steps.step import Step
 
 
 class ExpertCache(LayerByLayer):
-    """Runs cached experts on the accelerator, others where the layer then ends as early as possible.
+    """Runs cached experts on the accelerator; missing ones there or on the host, to end the layer early.
 
     Missing experts with the fewest tokens run on the host; their number minimises the time that the layer takes, by the
     latencies of the machine's cost model. Fetched experts enter the cache. If the host does not have the weights, all
     missing experts are fetched.
 
     `LayerDecisions` in moesched.dispatch considers more divisions. In simulations of Mixtral and Qwen3, it made decode
-    steps at most 2.6 % shorter, but computing a division took longer. It may also fetch experts with few tokens: the
-    host needs as long for them as for experts with more tokens, but the accelerator needs less time. With several
+    steps at most 2.6 % shorter, but computing a division took longer. It may also fetch experts with few tokens: they
+    save the host as much time as experts with more tokens, and take less time on the accelerator. With several
     micro-batches it ranks experts by the time of their kernels, since each micro-batch has a kernel of its own. It also
     includes the time to copy rows between host and accelerator.
 

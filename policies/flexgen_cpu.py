@@ -1,7 +1,7 @@
 """FlexGen's schedule with attention on the CPU (ICML'23; the third schedule of MoE-Lightning's Fig. 6).
 
-Keys and values stay on the host, but nothing runs ahead. A micro-batch goes to the CPU and returns before the next one
-begins, and its hidden states wait on the link behind the next layer's weights.
+Keys and values stay on the host. In decode only weights are fetched ahead: a micro-batch goes to the CPU for attention
+and returns before the next micro-batch begins. Its hidden states wait on the link behind the next layer's weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .flexgen import FlexGen
 
 
 class FlexGenCPU(FlexGen):
-    """FlexGen(c): FlexGen's blocks, in which one micro-batch at a time passes through GPU, CPU and GPU."""
+    """FlexGen(c): one micro-batch at a time passes through a layer: on the GPU, the CPU and the GPU again."""
 
     def __init__(self) -> None:
         super().__init__(kv_on_gpu=0.0)

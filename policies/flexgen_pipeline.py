@@ -18,7 +18,7 @@ from moesched.steps.step import Step
 
 
 class FlexGenPipeline:
-    """FlexGen's blocks: group after group passes through double-buffered stages; FlexGen on a single GPU."""
+    """Passes group after group through double-buffered stages; on a single GPU, it is FlexGen."""
 
     pipelines = True
 

@@ -1,8 +1,9 @@
 """The expert cache proposed for llama.cpp (pull request 24524 and its forks): the host computes what is not cached.
 
-Experts that are in the cache run on the accelerator, all others on the host at once, so that no expert waits for its
-transfer. An expert that is used again is fetched for later steps, one expert at a time. The cache keeps the experts
-that are used most often: uses are compared by powers of two, and their counts are halved from time to time.
+Experts that are in the cache run on the accelerator. All others run on the host without delay, so that no expert waits
+for its transfer. An expert that is used again is fetched for later steps, one expert at a time. The cache keeps the
+experts that are used most often. To compare them, their counts of uses are rounded down to powers of two; all counts
+are halved from time to time.
 """
 
 from __future__ import annotations

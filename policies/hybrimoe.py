@@ -29,8 +29,8 @@ class _Gain(NamedTuple):
     """The time that the arrival of an expert would save.
 
     Attributes:
-        now: seconds of the expert's layer without it.
-        saved: seconds by which the layer would end earlier.
+        now: seconds that the expert's layer takes if the expert does not arrive.
+        saved: seconds by which the layer would end earlier if the expert arrived.
     """
 
     now: float
@@ -41,11 +41,12 @@ class _Gain(NamedTuple):
 class HybriMoE(LayerByLayer):
     """Divides experts between host and accelerator, prefetches by impact, and evicts by router score.
 
-    A prefetch that is wrong or late saves no time, and delays the copies of the layers in between. So the gain of a
-    prefetch is multiplied by the chance that it is right and in time, as seen in the run so far. In simulations of
-    Mixtral in which 50 to 80 % of previews are right, decode with prefetches is between 0.6 % slower and 5 % faster; if
-    previews are always right, it is up to 15 % faster. With small experts, such as those of Qwen3, prefetches save less
-    time than the kernels of the previews take. `ahead=0` turns previews and prefetches off.
+    A preview runs a later layer's router early, to forecast the layer's experts. A prefetch that is wrong or late saves
+    no time, and delays the copies of the layers in between. So the gain of a prefetch is multiplied by the chance that
+    it is right and in time, as seen in the run so far. In simulations of Mixtral in which 50 to 80 % of previews are
+    right, decode with prefetches is between 0.6 % slower and 5 % faster; if previews are always right, it is up to 15 %
+    faster. With small experts, such as those of Qwen3, prefetches save less time than the kernels of the previews take.
+    `ahead=0` turns previews and prefetches off.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
@@ -154,7 +155,7 @@ class HybriMoE(LayerByLayer):
         return self.page * max(1.0, self.decisions.transfer / max(self.division.seconds, later))
 
     def _gain(self, i: int, routed: Routed) -> _Gain:
-        """Return the missing expert with the most tokens in `routed`, with the time of layer `i` that it would save."""
+        """Return the gain if the missing expert with the most tokens in `routed` arrived before layer `i` begins."""
         tokens = tokens_of(routed)
         here = {expert for expert in tokens if (i, expert) in self.cache or (i, expert) in self.prefetches}
         largest = max(tokens.keys() - here or tokens, key=tokens.__getitem__)

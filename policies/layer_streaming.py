@@ -1,7 +1,7 @@
 """Layer by layer: each layer's weights arrive in one transfer while the previous layer computes.
 
-DeepSpeed ZeRO-Inference offloads like this: no weights stay, every layer is streamed, attention runs where the weights
-are, and all micro-batches use a layer before it is evicted.
+DeepSpeed ZeRO-Inference offloads like this: no weights stay, every layer is streamed, attention runs on the
+accelerator, and all micro-batches use a layer before it is evicted.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class Twiddler(LayerByLayer):
     fetched.
 
     Settings:
-        placement: ranking of the experts that stay: popular, worst, random, front or balanced.
+        placement: the experts that are kept first: popular (the most popular), worst (the least popular), random, front
+            (those of the first layers), or balanced (the most popular of each layer).
         popularity: a CSV file of each expert's count (layer, expert, count).
         experts: the largest number of experts that stay on the accelerator; by default as many as fit.
         seed: seed of a random placement.

@@ -1,8 +1,8 @@
 """Twiddler with the makespan minimised: of all ways to run a layer's experts, the one in which the layer ends first.
 
-Algorithm 1 compares two latencies for each expert by itself, as if the others took no time. If running on the CPU is
-faster for every expert, experts queue there while the link is idle; if moving is faster for every expert, the CPU is
-idle.
+`twiddler` (Algorithm 1 of the Fiddler paper) compares, for each expert by itself, the latency on the CPU with that of
+moving the expert to the GPU, as if the other experts took no time. If the CPU is faster for every expert, experts queue
+there while the link is idle; if moving is faster for every expert, the CPU is idle.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ class TwiddlerMakespan(Twiddler):
         self.load_back(step, i, back)
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
-        """Fetch an expert; outputs from the host go first on the link, being small and needed to end the layer."""
+        """Fetch an expert, with less priority than outputs from the host: those are small, and the layer needs them."""
         step.fetch(step.expert_pages(i, expert), self.visitors, source=self.held)

@@ -114,7 +114,7 @@ class ExchangePart:
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
         """Wait until an array has come from each of `ranks` in frames of this kind; return the arrays by rank.
 
-        Pieces of arrays are one-dimensional.
+        In an all-reduce, frames of some kinds (`PIECES`) hold a piece of an array, which is returned one-dimensional.
         """
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)

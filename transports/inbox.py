@@ -38,7 +38,7 @@ class Inbox:
         """Decode a message; return its frame if it is of the current exchange, else None; keep frames of later ones.
 
         Raises:
-            TransportError: the sender is too many exchanges ahead.
+            TransportError: more than AHEAD_FRAMES (1024) frames of the sender have come too early.
         """
         frame = self._mesh.read(message)
         if frame is None:

@@ -105,8 +105,8 @@ class InprocTransport:
     ) -> _Meeting:
         """Record that a rank has begun a collective; returns the object that collects the parts of all ranks.
 
-        If the ranks describe the exchange differently, that object gets the problem. The fields that are compared are
-        those that transports between processes compare.
+        If the ranks describe the exchange differently, the object's `problem` says so. Descriptions are compared field
+        by field, with the same fields as in transports between processes.
 
         Raises:
             TransportError: the transport is closed, the rank came twice or does not exist, or there is no such root.

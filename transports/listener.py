@@ -92,7 +92,8 @@ class Listener:
         """Return True if a frame should be sent to a rank, to find out if the connection that ended was the rank's.
 
         Args:
-            ended: the time at which some connection ended last, on the monotonic clock.
+            ended: the time at which a connection ended last, on the monotonic clock; ZeroMQ does not tell whose
+                connection that was.
         """
         due = rank in self.names and self._asked.get(rank, 0.0) < ended + SETTLED_SECONDS
         if due:

@@ -267,8 +267,8 @@ class Mesh:
 def is_ipv6(address: str) -> bool:
     """Test whether an address is a literal IPv6 address, such as `tcp://[::1]:7001`.
 
-    Names are resolved to IPv4, since a Mac's name, such as `mac-0.local`, resolves first to an IPv6 address of one
-    link, which cannot be reached without the name of the network card.
+    Names are resolved to IPv4, since a Mac's name, such as `mac-0.local`, resolves first to a link-local IPv6 address,
+    which cannot be reached without the name of the network interface.
     """
     host, _, _ = address.removeprefix("tcp://").rpartition(":")
     return address.startswith("tcp://") and ":" in host

@@ -38,8 +38,8 @@ class Rest(NamedTuple):
 
     Attributes:
         unsent: the ranks to which the part has still to be sent.
-        message: the received message that is not the expected part of a rank; None if none came in time, or none was
-            waited for, since the part could not be sent to all ranks.
+        message: the received message that is not the expected part of a rank. None if no message came in time, or if
+            `swap` did not wait for messages, because it could not send the part to all ranks.
     """
 
     unsent: tuple[int, ...]

@@ -178,7 +178,7 @@ class EmulatedDevice:
             self._pace = Pace(self._time, self._dilations, last_chunks)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether a row's results have the same bits with any other rows, in decode steps of up to `rows` rows."""
+        """Test whether a row's bits are the same whatever the other rows are, in decode steps of up to `rows` rows."""
         return self._torch.rows_apart(rows)
 
     def execute(self, task: Task) -> Any:

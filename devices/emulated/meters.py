@@ -23,7 +23,7 @@ class LaneMeter:
         """Add a task's times, all in nanoseconds of the emulated machine.
 
         Args:
-            worked: real time of the work on this machine, divided by the dilation.
+            worked: real time of the work on this machine, divided by the dilation (real seconds per emulated second).
             modelled: time that the cost model gives for the task.
             taken: time that the task occupied its lane.
         """

@@ -1,4 +1,4 @@
-"""The conformance suite of kernels: checks shapes and accuracy, and that other rows and row blocks change no bits."""
+"""Conformance suite of kernels: checks shapes, accuracy, and that no row's bits depend on other rows or row blocks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why prompts, GPUs and dtypes that the library lacks are refused; empty for other cases."""
+        """Return the reason to refuse a case: prompts, a GPU, or a dtype that the library lacks; else empty."""
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:
@@ -90,7 +90,7 @@ class NativePromptAttention(NativeAttentionKernel):
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why GPUs, and dtypes and head sizes that the library lacks, are refused; else empty."""
+        """Return the reason to refuse a case: a GPU, or a dtype or head size that the library lacks; else empty."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":

@@ -147,9 +147,9 @@ class NativeMoELayer(NativeMemoryKernel):
     def refusal(self, case: Case) -> str:
         """Return the reason why this kernel refuses a case; empty if it takes the case.
 
-        Refused are all cases that `NativeKernel` refuses, and experts that C cannot run (see `unknown_experts`). Cases
-        with matrices that are stored transposed must have at most 16 rows, and an activation with a limit. In a layer
-        with a shared expert, the experts must have three matrices, the activation SiLU, and no biases.
+        Refused are all cases that `NativeKernel` refuses, and experts that C cannot run (see `unknown_experts`). Layers
+        with a shared expert are refused unless the experts have three matrices, the activation SiLU, and no biases. If
+        matrices are stored transposed, cases with more than 16 rows or an activation without a limit are refused, too.
         """
         network = case.network
         if COLUMNS in case.formats:

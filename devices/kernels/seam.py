@@ -217,13 +217,13 @@ class Case(NamedTuple):
 
     @property
     def attention(self) -> GroupedAttention:
-        """The attention of the layer; may be read only in a layer."""
+        """The attention of the case's layer; a case outside the layers has none."""
         assert self.layer is not None, "it is in a layer"
         return self.layer.grouped
 
     @property
     def network(self) -> FeedForward:
-        """The feed-forward network of the layer; may be read only in a layer."""
+        """The feed-forward network of the case's layer; a case outside the layers has none."""
         assert self.layer is not None, "it is in a layer"
         return self.layer.feed_forward
 

@@ -1,4 +1,4 @@
-"""The base of the table's kernels in Triton: refuses cases, allocates results, and describes row blocks of matrices."""
+"""The base of the Triton kernels of `KernelTable`: refuses cases, allocates results, describes matrices' row blocks."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def rounded(x, DTYPE: tl.constexpr):
 def tile_of(program, row_tiles, output_tiles):
     """Return the index of the tile of rows, and of the tile of outputs, that a program computes.
 
-    GROUP (16) successive programs have the same tile of outputs; the next 16 have the same tiles of rows again. So the
-    rows of x and the rows of the matrix are found in caches.
+    GROUP (16) successive programs compute different tiles of rows for one tile of outputs; the next 16 programs compute
+    the same tiles of rows for the next tile of outputs. So the rows of x and of the matrix are found in caches.
     """
     group = GROUP * output_tiles
     first = program // group * GROUP

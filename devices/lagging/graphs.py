@@ -2,8 +2,8 @@
 
 A graph knows addresses, not tensors: a replay reads and writes the memory of the captured calls, whatever that memory
 contains by then. As with CUDA, some calls are refused while a stream captures, and break the capture. Among them are
-waits of the host, queries of events, a wait inside the capture for an event recorded outside it, or the other way
-round, and, on other streams, allocations that need more memory from the system.
+waits of the host, queries of events, and allocations on other streams that need more memory from the system. A wait
+for an event is refused, too, if the event was recorded outside the capture and the wait is inside it, or the reverse.
 """
 
 from __future__ import annotations

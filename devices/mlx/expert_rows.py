@@ -85,7 +85,7 @@ class ExpertRows:
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """Return the outputs of all rows, and the rows and weights by which each token's outputs are summed.
+        """Return the outputs of all rows, and for each token the indices and weights of the rows to sum up.
 
         Returns:
             the outputs (rows, hidden size), sorted by expert, with zeros for experts that did not run; the index of the

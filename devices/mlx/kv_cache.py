@@ -27,8 +27,8 @@ class KVStep(NamedTuple):
         requests: the requests' numbers; the tuples below have an entry for each request, in this order.
         past: number of tokens that the request had before the step.
         new: number of tokens that the step adds.
-        before: position in its request of the token that is in the request's first slot before the step.
-        starts: the same after the step; it is higher than before if the step drops tokens that left the window.
+        before: position in its request of the token that the request's first slot has when the step begins.
+        starts: the same when the step ends; it is above `before` if the step drops tokens that left the window.
         in_place: True if attention can read the cache after the new tokens are stored; False if storing them overwrites
             tokens that other new tokens attend to.
         positions: position in its request of each new token, int64.

@@ -28,12 +28,12 @@ def with_metal(host: Machine) -> Machine:
 
 
 def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
-    """Return a machine's profile with a GPU added, which uses the host's memory; its FLOP/s are assumed.
+    """Return a machine's profile with a GPU added that has assumed FLOP/s and uses the host's memory.
 
     Args:
         gpu: name of the GPU.
-        recommended: the largest number of bytes that the GPU should use, by the system's recommendation; None without
-            one.
+        recommended: the largest number of bytes that the system recommends for the GPU; the memory's capacity is cut to
+            it. None without a recommendation.
     """
     memory = host.host.memory
     tier = host.memories[memory]

@@ -183,7 +183,7 @@ def open_stack(layout: WeightLayout, key: Key) -> Stacked:
 def stored_blocks(
     layout: WeightLayout, views: Mapping[str, list[torch.Tensor]]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield pairs of a matrix's name ("gate", "up" or "down") and a row block, transposed if the files transpose it.
+    """Yield pairs of a matrix's name ("gate", "up" or "down") and a row block, with rows and columns as in the files.
 
     views: the page's row blocks, top to bottom, by the tensor's canonical name.
     """

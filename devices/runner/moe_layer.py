@@ -89,7 +89,7 @@ class MoELayer:
             return self.run_all(task)
 
     def _observed(self, task: Task) -> Any:
-        """Run `post_attention`, and report the experts' activations to the observer; returns the task's value."""
+        """Do the work of `post_attention`, and report the experts' activations to an observer; returns the value."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         whole = self._kernels.fused("observed_moe_layer", weights, state.kernel_memory())
         if whole is None:

@@ -73,8 +73,8 @@ class TorchDevice(ChoosesDtype):
     Args:
         accelerator: torch's name of the accelerator, such as "cuda". With "cpu", a plan for a machine with two memories
             keeps the contents of both in the host's memory.
-        keep_logits: whether to append the sequences and the logits (sequences, vocabulary) of each step of a
-            micro-batch to `logits`.
+        keep_logits: whether to append a pair to the list `logits` for each step of each micro-batch: its sequences, and
+            their logits (sequences, vocabulary).
         direct: whether to bypass the page cache when reading files, where the system allows that. If False, files are
             mapped where possible, so that kernels on the CPU read streamed pages in the page cache itself; elsewhere
             pages are copied from the page cache to slots.
@@ -180,7 +180,8 @@ class TorchDevice(ChoosesDtype):
     def kernels(self) -> Mapping[str, Sequence[str]]:
         """The names of the kernels that batches used so far, by the name of the operation that they compute.
 
-        Once a GPU has captured calls, the key "replay" has the kinds of graphs; after a failed capture, the reason.
+        Once calls were captured in graphs on a GPU, the key "replay" has the kinds of graphs, such as "CUDA graphs".
+        After a failed capture it has the reason of the failure instead.
         """
         replays = self._compute.replays
         return {**self._compute.kernels.table.used, **(replays.graphs.used if replays else {})}

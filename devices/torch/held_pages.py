@@ -95,7 +95,7 @@ def read_page(
 
     Args:
         allocate: a function that takes a number of bytes, and returns a uint8 tensor with as many.
-        cached: whether bytes that the system's page cache has are taken from it.
+        cached: whether to take bytes from the system's page cache where it has them.
     """
     memory = allocate(reader.bytes_in_slot(page))
     reader.read(page, memory, cached=cached)

@@ -158,7 +158,8 @@ class BlockedKV:
 
         The result has views of the arena for sequences with contiguous blocks, and copies for others.
 
-        step: a step whose `in_place` is True, and whose keys and values have been stored.
+        step: a step whose keys and values have been stored. Its `in_place` must be True: storing has lost no tokens
+            that the new ones attend to.
         """
         return [self._view(self.slots[self.layers[layer]], part) for part in step.parts]
 

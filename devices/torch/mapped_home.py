@@ -18,7 +18,8 @@ class MappedHome:
     """Holds pages in files that are mapped and registered with CUDA, so that a GPU copies them from the page cache.
 
     A page may have parts at several places in the files. Parts that touch are registered together, so that no part, and
-    no block (`BLOCK` bytes) of a file, is in two registrations. `get` checks the leases on a page's files each time.
+    no block (`BLOCK` bytes) of a file, is in two registrations. A lease on each file delays processes that want to
+    write to the file; `get` checks each time that none has opened the page's files to write.
 
     Args:
         threads: number of threads that make the system read the parts of files that the page cache lacks.

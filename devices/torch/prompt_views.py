@@ -103,8 +103,8 @@ def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) ->
 def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Cut a tensor from the start of flat memory; returns the tensor and the remaining memory.
 
-    Each sequence takes whole KV cache blocks of the memory, of which the tensor shows L tokens. So attention has the
-    same bits as with a view of the cache.
+    Each sequence takes as much memory as whole KV cache blocks would, and the tensor shows the first L tokens of it. So
+    attention has the same bits as with a view of the cache.
 
     shape: the tensor's shape (S, L, K, d).
     """

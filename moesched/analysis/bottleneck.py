@@ -41,10 +41,10 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the critical path whose removal would shorten the run most: the tasks of one lane, or one cause.
 
     Attributes:
-        lane: title of the lane on which the tasks ran that take most of `seconds`; with the cause "policy" or "host",
-            the lane of the tasks that started after this time.
-        cause: the reason why the critical path waited in this part, such as "budget" for a full pool, or "policy";
-            "data" or "lane" if the lane is too slow.
+        lane: title of the lane whose tasks take most of `seconds`. With the cause "policy" or "host", no task ran: then
+            the lane of the tasks that started next.
+        cause: the reason why the critical path waited in this part, as in `idle_spans.Cause`: "budget" for a full pool,
+            for example. "data" and "lane" mean that `lane` itself is too slow.
         kind: the verb that takes most of `seconds`; "policy" or "host" for the time between tasks.
         kind_seconds: the part of `seconds` that tasks of `kind` on this lane take.
         line: the line of the policy whose tasks take most of `seconds`, as file:line; empty if none is known.

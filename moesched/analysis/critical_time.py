@@ -25,7 +25,7 @@ class PathPart(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: the verb of these tasks; "policy" or "host" for the time between tasks.
         lane: title of the lane on which the tasks ran; for time between tasks, the lane of the task that follows.
-        cause: the reason why the next task of the path waited for these tasks; for time between tasks, the kind.
+        cause: the reason why the next task of the path waited for these tasks; `kind` again for time between tasks.
         tasks: number of these tasks, or of the times between tasks.
         seconds: total of these times.
         share: `seconds` over the time of the run.

@@ -80,8 +80,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """The difference in time between two runs, without loading of weights, and its causes.
 
     Attributes:
-        places: indices in the comparison of the first and the second run; if only one of the two runs is predicted, it
-            counts as the first.
+        places: the indices that the first and the second run have in the comparison; if only one of the two runs is
+            predicted, it is the first run here, even if its index is 1.
         run_seconds: duration of each run.
         replayed_seconds: duration of each run when its graph is replayed on the virtual clock with its own durations.
         seconds: duration of the second run minus the duration of the first.

@@ -34,7 +34,7 @@ class HandoverTime(msgspec.Struct, frozen=True, kw_only=True):
     """Time lost before tasks of one verb on one lane, on the critical path or not.
 
     Attributes:
-        tasks: number of these tasks.
+        tasks: number of these tasks before which time was lost.
         dispatch_seconds: total time to wake the lane's thread.
         submit_seconds: total time in which the lane was idle until the policy submitted the task.
     """

@@ -1,8 +1,8 @@
 """Finds the changes that would save a run the most time, by replays of the run's first steps with each change.
 
 Candidates come from the critical path: links at twice their rate, kernels in half their time, and no time between
-tasks. Only the first steps are replayed, up to `MOST_TASKS` tasks unless two steps have more. The time saved in the
-replayed decode steps is extrapolated to all decode steps.
+tasks. Only the first steps are replayed: at least two, and further steps up to `MOST_TASKS` tasks in all. The time
+saved in the replayed decode steps is extrapolated to all decode steps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
         change: the change in words.
         command: arguments of the `moesched` command that shows the change's effect; TRACE is the run's trace.
         saved: share of the run's time, without loading, that the change saves.
-        decisions_unchanged: True if the policy awaited results within steps. It might then decide otherwise after the
-            change, while `saved` is for the recorded decisions.
+        decisions_unchanged: True if `saved` assumes that the policy decides as recorded, although it awaited results
+            within steps, and might decide otherwise after the change.
     """
 
     change: str
@@ -63,8 +63,8 @@ def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | No
     Args:
         recording: the whole run, or its first or last steps.
         path: the time on the recording's critical path, by kind of task, lane and reason to wait.
-        decode_steps: count of the whole run's decode steps. By default the index of the last recorded step: as step 0
-            is the prefill, this is the count if the recording has the run's end.
+        decode_steps: number of decode steps of the whole run. By default the index of the last recorded step, which is
+            this number if the recording has the run's end, since step 0 is the prefill.
     """
     steps = _first_steps(recording)
     if steps is None:

@@ -96,7 +96,7 @@ def first_turning_point(hierarchy: Hierarchy) -> float:
 
     P1 is where the roof of the link, B^{j,i} I, meets the roof of the lower level, min(P^j, B^j I). If the link is
     slower than the lower memory, the two meet at the lower level's peak, P^j. Otherwise the link's roof is nowhere
-    below the other, and P1 is 0.
+    below the roof of the lower level, and P1 is 0.
     """
     if hierarchy.link >= hierarchy.lower.bandwidth:
         return 0.0

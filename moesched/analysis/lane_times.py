@@ -20,8 +20,8 @@ class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
     """Idle seconds of a lane that have one cause, and are due to tasks of one verb on one lane.
 
     Attributes:
-        kind, lane: verb of these tasks, and title of their lane. The idle lane waited while these tasks ran. With the
-            cause "policy" or "host", the tasks started after the wait. Both texts are empty with the cause "finished".
+        kind, lane: verb of these tasks, and title of the lane on which they ran. They ran during the idle seconds or,
+            if the cause is "policy" or "host", started after them. Both texts are empty if the cause is "finished".
         seconds: sum of the idle seconds.
     """
 

@@ -1,10 +1,9 @@
 """Replays a recorded run on the virtual clock, with recorded durations and new start times.
 
-A replay takes from the recording the tasks in program order, with their durations, dependencies and priority classes,
-the lanes, each of which runs its tasks in order or as they become ready, and the tasks that the policy awaited before
-it submitted more.
-Start times are computed anew, and by default no time passes between a task and the tasks that wait for it. If a
-replay is shorter than the recorded run, the difference is time that passed between tasks.
+A replay takes three things from the recording: the tasks in program order, with their durations, dependencies and
+priority classes; the lanes, which run their tasks in order or as they become ready; and the tasks that the policy
+awaited before it submitted more. Start times are computed anew, and by default no time passes between a task and the
+tasks that wait for it. If a replay is shorter than the recorded run, the difference is time that passed between tasks.
 
 Transfers of the idle class run only when their lane has nothing else to do. In a replay, a lane is free at other times
 than in the recorded run; one reason is that a recording has no cancelled transfers. An idle-class transfer could then

@@ -26,7 +26,8 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block: "attention" or "ffn".
         variant: label in the picture, such as "int4" or "N = 512".
-        intensity: the FLOPs per byte of the upper memory, and the FLOPs per byte of the lower memory.
+        intensity: FLOPs per byte accessed in the memory of the upper level (the accelerator), and in that of the lower
+            level (the host, or a disk).
         first_turning_point, second_turning_point, balance_point: FLOP/byte in the lower level's memory (Eqs. 9 to 11).
         fetched: bound in FLOP/s on the upper level, with data from the lower level (Eq. 7).
         in_place: bound in FLOP/s on the lower level (Eq. 8); None if the lower level has no processor.

@@ -219,7 +219,7 @@ class Calibration:
         )
 
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
-        """Return the costs of page transfers from the disk: times of reads, each times a ratio of `longer_than`."""
+        """Return the costs of page transfers from the disk: times of reads, each scaled to the time of a transfer."""
         longer = self._models.tasks.longer_than(DISK, Surface(reads))
         return [point(DISK, "", each.rows, each.size, longer(each.size) * each.seconds) for each in reads]
 

@@ -116,7 +116,7 @@ def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Mach
 
 
 def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with dispatch times, rate of host attention and speeds beside copies, from runs on `probe`.
+    """Return the machine with dispatch times, host attention's rate and speeds of concurrent work from runs on `probe`.
 
     Args:
         rated: the machine with its rates, and with the costs of products.

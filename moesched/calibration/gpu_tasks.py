@@ -74,8 +74,9 @@ class GpuTasks:
     def rates(self) -> dict[tuple[str, str], float]:
         """Return speeds of the host's work beside other work, and of copies beside the host's work.
 
-        The keys are (class of work, classes beside it). The speeds are relative to running alone. Runs with staging add
-        only the speeds that other runs cannot show: those beside copies into staging slots.
+        The keys are (class of work, classes that run at the same time). The speeds are relative to running alone. Runs
+        with staging count only for keys that do not occur in runs without it, such as those with copies into staging
+        slots.
         """
         rates: dict[tuple[str, str], float] = {}
         for (work_class, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
@@ -181,7 +182,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(work_class: str) -> str:
-    """Return a class of work unchanged, but "host->gpu" in place of copies from page-locked memory to the GPU."""
+    """Return "host->gpu" for the class of copies from page-locked memory to the GPU, and any other class unchanged."""
     return f"{HOST}->{GPU}" if work_class == f"{PINNED}->{GPU}" else work_class
 
 

@@ -275,8 +275,9 @@ class TaskTimes:
 
         The router's time is computed from the time of `pre_attention`. Both consist of products, and are assumed to
         take equally long per byte of weights. The time of a task `route` would be too long, since that task also hands
-        the choices over to the host. The rest of `seconds` is divided equally among the experts that the tokens chose,
-        whose outputs it also adds up: most of the task `combine` is the call.
+        the choices over to the host. The rest of `seconds`, which includes adding up the experts' outputs, is divided
+        equally among the experts that the tokens chose. The time of a task `combine` is not subtracted, since most of
+        it is the time of its call.
 
         Args:
             group: the measured group of `post_attention` tasks.

@@ -227,7 +227,7 @@ class SimulationBar(Listener):
         self._all = 1
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show a stage of the planner's search: its name `what`, and the amounts `done` and `total`."""
+        """Show a stage of the planner's search: its name `what` and the amount `done`; `total` is not shown."""
         self._bar.update(done, what=what)
 
     def planned(self, plan: Plan) -> None:

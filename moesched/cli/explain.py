@@ -54,8 +54,8 @@ def explain(
 
     Causes of idle time: data (a task computed or moved what the next one reads), lane (another task of the same lane
     ran), budget (no room: the pages to overwrite were in use), router (the policy awaited the choice of experts), rank
-    (another rank had not come to an exchange between ranks), policy (its own Python ran), host (the driver ran or a
-    thread woke up), finished (no further task).
+    (another rank had not come to an exchange between ranks), policy (its own Python ran), host (moesched itself ran,
+    or a thread woke up), finished (no further task).
     """
     from moesched.analysis.explanation import explain as explained
     from moesched.trace import read_trace

@@ -30,8 +30,8 @@ class RunArguments(BestPolicyOptions, GenerationArguments):
 def run(given: RunArguments, alone: AloneOptions, processes: ProcessesOptions) -> int:
     """Generate text on this machine; weights that do not fit into fast memory are streamed.
 
-    Without --policy the planner chooses the one that it predicts to be the fastest of those that fit. The report names
-    it.
+    Without --policy the planner chooses the policy that it predicts to be the fastest of those that fit, and the report
+    names it. With --local, --policy has to be given.
 
     Prompts that do not fit into one batch run in successive batches. Ctrl-C ends a run cleanly: the tokens so far are
     printed, and the trace so far is written.

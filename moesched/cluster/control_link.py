@@ -47,7 +47,7 @@ _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class LauncherGone(MoeschedError):
-    """Raised if the launcher has been silent for too long, ended the run, or went on without this node."""
+    """Raised if the launcher has been silent for too long."""
 
 
 class ControlLink:
@@ -122,7 +122,8 @@ class ControlLink:
         """Return the launcher's next message for the node; None if none arrives within `seconds`.
 
         Raises:
-            LauncherGone: the launcher is silent, has ended the run, or went on without this node.
+            LauncherGone: the launcher has been silent for too long. If it ends the run, or goes on without this node,
+                this method returns its message `Quit` or `Refused` instead.
         """
         try:
             message = self._inbox.get(timeout=seconds)

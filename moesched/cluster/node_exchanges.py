@@ -1,6 +1,7 @@
 """A node's transport during an epoch, which the control link's thread may stop at any time.
 
-An epoch is a period in which the same nodes (its members) run a model together.
+An epoch is a period in which the same nodes (its members) run a model together. They carry out orders: requests to
+generate tokens, sent by the launcher, the process that starts the nodes and directs them.
 """
 
 from __future__ import annotations

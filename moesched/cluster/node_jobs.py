@@ -1,4 +1,4 @@
-"""One node's part of a run on a cluster: the device stays open and the weights stay loaded between orders."""
+"""One node's part of a run on a cluster: carries out the launcher's orders; weights stay loaded between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's reports of an order to the launcher: progress, tokens, results, failures."""
+"""A node's reports to the launcher on an order (a request to generate tokens): progress, tokens, results, failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NodeReports:
         self._say(Prepared(epoch=order.epoch, order=order.order, port=port, sizes=sizes, placement=placement))
 
     def begin(self) -> None:
-        """Start to measure time and to count and hash tokens for the current order."""
+        """Start to measure time, to number the messages with tokens, and to hash tokens, for the current order."""
         self._digest, self._place = sha256(), 0
         self._since, self._waited = perf_counter(), 0.0
 

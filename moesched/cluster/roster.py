@@ -135,7 +135,7 @@ class Roster:
         return {node.host.rank: node.lost for node in self.nodes if node.lost is not None}
 
     def hear(self, seconds: float) -> Iterator[tuple[Node, OfOrder]]:
-        """Wait up to `seconds` for messages; yield those about orders, and answer all others.
+        """Wait up to `seconds` for messages; yield those about orders, and handle join requests and answers to pings.
 
         Raises:
             BadInput: a node is refused before the run.
@@ -288,7 +288,7 @@ class Roster:
                 return
 
     def _lose(self, node: Node, why: str) -> None:
-        """Mark a node as lost for the reason `why`, or with its exit code if its process ended; kill the process."""
+        """Mark a node as lost because of `why`, and kill its process; before the run, raise BadInput or NodeLost."""
         self.say(
             node,
             Refused(reason=f"{node.host} was {why}, and the others went on: start it again to take part"),

@@ -201,7 +201,7 @@ class _Thresholds:
         return best
 
     def best(self) -> _Threshold:
-        """Return an assignment by thresholds whose makespan is within 1 % of the least among all of these."""
+        """Return an assignment by thresholds whose makespan is within 1 % of the least that thresholds can reach."""
         left, gathered, transfer = self._left, self._gathered, self._layer.transfer
         last = [0.0, *self._layer.missing_here, inf]
         likely = 0

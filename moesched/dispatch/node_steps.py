@@ -100,7 +100,7 @@ def warm_spare(
     recent: LeastRecent,
     idle: Sequence[int] = (),
 ) -> None:
-    """Warm least recently used experts: run each on a row of zeros, so that the driver keeps its weights in memory.
+    """Warm least recently used experts: run each on a row of zeros, so the GPU's driver keeps its weights in memory.
 
     With the warmed experts, this node runs as many experts as the busiest node, for which it has to wait anyway.
 

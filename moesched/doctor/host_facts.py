@@ -124,11 +124,11 @@ def mapping_of(place: Path, refusal_of: Callable[[Path], str]) -> str | None:
 
 
 def model_facts(model: Path, caching_of: CachingOf) -> FolderFacts:
-    """Try each file of a model, and return the result, with the effect of the device's reads on the page cache.
+    """Return whether each file of a model can be read, and the effect of the device's reads on the page cache.
 
     Args:
         model: a folder, or a GGUF file.
-        caching_of: returns, for a file, the value of `FolderFacts.caching`.
+        caching_of: tries the device's reads on a file, and returns their effect, as in `FolderFacts.caching`.
     """
     files = weight_files(model)
     try:

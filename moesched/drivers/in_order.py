@@ -10,8 +10,8 @@ from moesched.drivers.capture import StepGraph
 def play_in_order(steps: Sequence[StepGraph], durations: Iterable[list[int]]) -> tuple[list[int], list[int]]:
     """Return the start and the end of every task, in nanoseconds.
 
-    In-order lanes choose nothing: each task also has an edge from the task before it on its lane. So no queue of events
-    is needed.
+    Each task has an edge from the task before it on its lane, so the times are computed task by task in program order.
+    No task starts before the second step before its own has ended, or before loading has ended.
 
     Args:
         steps: the captured steps, with edges for in-order lanes.

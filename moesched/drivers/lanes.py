@@ -378,7 +378,7 @@ class StreamRunner:
         return value, error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
-        """Return the oldest running tasks of the stream, up to and including the first whose end the host needs."""
+        """Take the oldest tasks, up to and including the first whose end the host needs; all if it needs none."""
         batch = []
         while self._running:
             batch.append(self._running.popleft())

@@ -1,7 +1,8 @@
 """The real-time driver: runs policy coroutines on an event loop, while lanes run tasks on threads or streams.
 
-`lanes.py` describes the kinds of lanes. Lanes finish tasks under the engine's lock and take the next one themselves.
-The loop is woken only for handles that a policy awaits, since waking it costs more than most tasks take.
+`lanes.py` describes the kinds of lanes, and runners, which run the lanes' tasks. Lanes finish tasks under the engine's
+lock and take the next one themselves. The loop is woken only for handles that a policy awaits, since waking it costs
+more than most tasks take.
 """
 
 from __future__ import annotations
@@ -314,8 +315,8 @@ class RealtimeDriver:
 
         Args:
             mine: the calling runner; None if no runner calls.
-            since: nanoseconds at which a task ended or was submitted, so that the started tasks could start; -1 if not
-                recorded.
+            since: time in nanoseconds from which the started tasks could start: the end or the submission of a task; -1
+                if not recorded.
 
         Returns:
             a task for the runner `mine`, which has to start it; None if there is none.

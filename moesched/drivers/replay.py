@@ -1,6 +1,7 @@
-"""Replay: computes the times of a run's tasks from captured steps, in arrays of integers, with durations for each step.
+"""Replay: computes the times of a run's tasks from captured steps, which are task graphs (see `capture.py`).
 
-These times equal those of the virtual driver to the nanosecond, and take less time to compute.
+Each step has durations of its own. The times are computed in arrays of integers. They equal those of the virtual driver
+to the nanosecond, and take less time to compute.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ReplayedRun:
 
     @property
     def count(self) -> int:
-        """Number of tasks of the whole run, without joins."""
+        """Number of tasks of the whole run, without joins (tasks that only link tasks to others)."""
         return sum(map(len, (positions for step in self.steps for positions in step.by_lane)))
 
     def step_ends(self) -> list[int]:
@@ -171,7 +172,7 @@ class CapturedRun:
     """A run that is captured once, and can be replayed with several cost models.
 
     Raises:
-        NotFixed: the policy's steps may differ, or the policy failed.
+        NotFixed: the graphs of the policy's steps may differ from each other, or the policy failed.
     """
 
     def __init__(self, run_state: RunState, policy: Policy) -> None:

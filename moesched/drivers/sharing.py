@@ -80,7 +80,8 @@ class _Mix:
         rates: for each lane, the speed of its work relative to running alone.
         started: for each lane, the mixes that follow when the lane starts work, by the kind of that work.
         ended: for each lane, the mix that follows when its work ends; None until it is first needed.
-        slower: for each mix that may follow, the lanes whose rates change: pairs (lane, this mix's rate / the other's).
+        slower: for each mix that may follow, pairs (lane, rate in this mix / rate in the following mix) of the lanes
+            whose rates differ.
     """
 
     __slots__ = ("ended", "kinds", "rates", "slower", "started")

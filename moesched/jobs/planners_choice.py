@@ -93,7 +93,8 @@ def choose_policy_of(
     """Choose a policy for requests that run together.
 
     Args:
-        job: a job with its devices set; this function calls `use_process`, once for the search and once after it.
+        job: a job with its devices set. Its `use_process`, which counts the process's own bytes against a budget, is
+            called here: before the search on a copy of the job, after the search on the job itself.
         lengths: prompt tokens of each request.
         plan: makes the plan of a job whose policy is set; raises BadInput if it does not fit.
         on_progress: called with the name of each stage of the search.

@@ -239,7 +239,7 @@ def require_complete(report: JobReport) -> None:
 
 
 def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) -> JobReport:
-    """Merge reports of successive batches into one: times and counts are summed; of peaks, the largest is taken.
+    """Merge reports of successive batches: totals are summed, means and rates recomputed; the largest peaks are kept.
 
     Args:
         requests: number of requests in all batches; those that never ran have no tokens.

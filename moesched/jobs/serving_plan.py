@@ -150,7 +150,7 @@ def _planned(job: Job, context: int) -> ServingPlan:
 
 
 def _fullest(job: Job, capacity: Capacity) -> tuple[Capacity, Plan, Policy]:
-    """Plan for prompts in parts if they fit and `cuts_prompts` agrees, else whole; return capacity, plan and policy."""
+    """Return capacity, plan and policy; prompts are cut if such a plan fits and `cuts_prompts` is True, else whole."""
     asked = job.options.prefill_chunk
     cut = with_cut_prompts(capacity, asked)
     try:

@@ -100,7 +100,7 @@ def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None
     """Check that a job can write the files of all batches, and that none replaces a file that it reads.
 
     Args:
-        outputs: options of the job or a call; all files that they name, except outputs, are read.
+        outputs: options of the job, or of one call of a session; all other files that they name count as read.
         more: further options that name files to read, and further such files.
 
     Raises:

@@ -49,14 +49,15 @@ class Calibrated:
 
     Times are interpolated between measured sizes and rows. For weights larger than the largest measured ones, extra
     time is added to the time at the largest measured size. The extra time is the difference between the times of a
-    single matrix product at the two sizes, times a factor, because a product alone reads weights faster than a product
-    in a run. The factor is the measured time of the LM head divided by the time of its product alone, but at least 1.
-    Concurrent work is slowed as measured. Work without parts takes the time that the roofline gives.
+    matrix product at the two sizes, times a factor, because products were timed by themselves, and then read weights
+    faster than among a model's other operations. The factor is the measured time of a model's LM head divided by the
+    time of the head's product by itself, but at least 1. Concurrent work is slowed as measured. Work without parts
+    takes the time that the roofline gives.
 
     Args:
         dtype: dtype that the model computes in.
-        levels: "low" or "high" for some classes of work, by name: the end of a class's range of measured speeds to use.
-            Classes that are not named use the median.
+        levels: by the name of a class of work, "low" or "high": which end of the class's range of measured speeds to
+            use. Classes that are not named use the median.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -106,9 +107,9 @@ class Calibrated:
     def _priced(self, work: Work) -> Iterable[WorkPart]:
         """Yield the parts of `work`, each with the name of the operation in the cost table whose time applies to it.
 
-        In a task `post_attention`, "route" becomes `ROUTE_WITHIN` if that was measured: there the router runs within a
-        call of the native kernels, and does not hand its choices to the host. The same holds for "combine". A cached
-        expert takes as long as one that was just fetched, if no cached expert was measured.
+        In a task `post_attention`, "route" becomes `ROUTE_WITHIN`, and "combine" `COMBINE_WITHIN`, if these were
+        measured: there both run within a call of the native kernels, and the router does not hand its choices to the
+        host. A cached expert takes as long as one that was just fetched, if no cached expert was measured.
         """
         for part in work.parts:
             within = part.operation + WITHIN
@@ -143,7 +144,7 @@ class Calibrated:
         return seconds if longer == 1.0 else self._longer(part, seconds, longer)
 
     def _longer(self, part: WorkPart, seconds: float, times: float) -> float:
-        """Return a part's `seconds`, multiplied by `times` except for the fixed time of a call of its own."""
+        """Multiply a part's `seconds` by `times`, but not the fixed time of a call if the part is a call of its own."""
         call = 0.0 if part.operation.removeprefix(RESIDENT) in WITHIN_A_CALL else min(self._call, seconds)
         return call + times * (seconds - call)
 

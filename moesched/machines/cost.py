@@ -19,8 +19,8 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
 
     Args:
         dtype: dtype that the model computes in.
-        levels: "low" or "high" for some groups of rates, by name: the figure to use of a group's estimates. Groups that
-            are not named use the expected figure.
+        levels: by the name of a group of rates, "low" or "high": which of the group's estimates to use. Groups that are
+            not named use the expected one.
 
     Raises:
         BadInput: the accelerator has neither measured costs nor a rate in this dtype.

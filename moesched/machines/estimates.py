@@ -15,10 +15,11 @@ Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Estimate of a rate that kernels or copies reach, or of a duration: the expected figure, and a range around it.
 
-    The range from `low` to `high` holds the figures of most programs.
+    With most programs, the figure is between `low` and `high`.
 
     Attributes:
-        low, expected, high: ascending figures; for a rate, shares of the stated rate; for a duration, seconds.
+        low, expected, high: ascending figures; for a rate, shares of the rate that the machine's file states; for a
+            duration, seconds.
         source: a publication, a vendor's note, or the word "assumed" and the reason.
     """
 

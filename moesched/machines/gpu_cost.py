@@ -24,8 +24,8 @@ class GpuCosts:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: "low" or "high" for some groups of rates, by name: the figure to use of a group's estimates. Groups that
-            are not named use the expected figure. The cost table's groups are "product" and "dispatch".
+        levels: by the name of a group of rates, "low" or "high": which of the group's estimates to use. Groups that are
+            not named use the expected one. The cost table's groups are "product" and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:

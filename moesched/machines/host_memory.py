@@ -1,4 +1,4 @@
-"""Finds the host memory of a machine built from parts, from a text on its RAM and from its CPU.
+"""Finds the size and the bandwidth of a machine's host memory, given its CPU and a text that describes its RAM.
 
 The CPU's fastest memory is assumed where the text leaves type or speed open.
 """

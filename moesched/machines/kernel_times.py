@@ -47,8 +47,8 @@ class KernelTimes:
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: "low" or "high" for some groups of rates, by name: the figure to use of a group's estimates. Groups that
-            are not named use the expected figure.
+        levels: by the name of a group of rates, "low" or "high": which of the group's estimates to use. Groups that are
+            not named use the expected one.
     """
 
     def __init__(

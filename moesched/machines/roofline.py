@@ -17,12 +17,12 @@ NO_LEVELS: Levels = {}
 class Roofline:
     """Cost model from the rates that kernels and copies reach: work takes the time of its slowest resource.
 
-    At stated rates, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
+    If kernels and copies reach the rates that the machine states, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
 
     Args:
         dtype: dtype that the model computes in.
-        levels: "low" or "high" by name of a group of rates (see `sustained.groups`): the figure to use of the group's
-            estimates. Groups that are not named use the expected figure.
+        levels: by name of a group of rates (see `sustained.groups`): "low" or "high", to use the low or the high
+            estimates of the group's rates. Groups that are not named use the expected estimates.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:

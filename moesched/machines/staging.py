@@ -1,8 +1,8 @@
 """Describes machines on which only a part of the host's memory can be page-locked; pages pass through this part.
 
-A machine whose accelerator has its own memory is described with page-locked host memory: accelerators copy from and to
-all of it at the link's rate. If page-locked memory is limited, pages are first copied (staged) into the page-locked
-part.
+If the accelerator has its own memory, a machine's description usually assumes that all host memory is page-locked, so
+that accelerators copy from and to all of it at the link's rate. If page-locked memory is limited, pages are first
+copied (staged) into the page-locked part.
 """
 
 from __future__ import annotations

@@ -77,10 +77,10 @@ def coded_as(config: ModelConfig, name: str) -> ModelConfig:
 
 
 def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> ModelConfig:
-    """Return a copy of a model's configuration that lists the tensors which have the files' format in memory, too.
+    """Return a copy of a model's configuration that lists the tensors which keep the files' format in memory.
 
-    These are the quantised tensors, and norms and routers in float32 if any matrix is in another format. All other
-    tensors are converted to the dtype of the computation.
+    These are the quantised tensors. Norms and routers in float32 are listed, too, unless all matrices are in float32.
+    All other tensors are converted to the dtype of the computation.
 
     Args:
         formats: for each canonical name of a tensor, the format in the files.

@@ -115,7 +115,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return list(groups.values())
 
     def cut(self, layers: int) -> ModelConfig:
-        """Return a configuration with `layers` of the layers; each kind keeps about its share (`representative`)."""
+        """Return a configuration with `layers` layers, chosen by `representative`: each kind keeps about its share."""
         chosen = representative(self.pattern, layers)
         return replace(self, pattern=tuple(self.pattern[number] for number in chosen))
 

@@ -191,7 +191,7 @@ class ConfigFile:
         return convert_value(values | named, kind, str(self.path), RESTORE)
 
     def dtype(self, given: str | None, otherwise: DType) -> DType:
-        """Return the dtype of the computation: `given`, else the dtype of the model's weights, else `otherwise`.
+        """Return the dtype to compute in: `given`, else that of the weights, else `otherwise`; float32 for float16.
 
         Args:
             given: name of the dtype in config.json; None if there is none.

@@ -23,11 +23,10 @@ from moesched.models.tensors import count_tensors, count_weights
 class Names:
     """The tensors that a model's files may have, by their names in files.
 
-    The first look-up of a name that is not in `published` calls `others`.
-
     Args:
         published: the tensors of published files, by name.
-        others: function that returns, by name, the tensors that replace published tensors in files of another form.
+        others: function that returns, by name, tensors that files may have in place of published ones, such as all
+            experts of a layer in one tensor. It is called at the first look-up of a name that is not in `published`.
         extra: a pattern for the names of tensors that are not needed; None if there are none.
     """
 

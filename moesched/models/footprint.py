@@ -98,10 +98,10 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_g
 
 
 def _coded_bytes(operations: Operations) -> int:
-    """Return the bytes of workspace of matrix products with coded (quantised) weights, in float32.
+    """Return the bytes of the float32 workspace of matrix products with coded (quantised) weights.
 
-    The bytes hold input rows, cut into an upper and a lower part of each number's bits, the codes of some rows of
-    weights, and the sums of products in each group.
+    The workspace holds three things: input rows, with the upper and the lower bits of each number apart; the codes of
+    some rows of weights; and the sums of products for the groups of weights.
     """
     if not operations.config.coded_formats:
         return 0

@@ -47,10 +47,10 @@ def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
 
 
 def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
-    """Return the most tokens whose keys and values need room beside a sliding window's cache, for a chunk of prompts.
+    """Return an upper bound on the tokens that a chunk of prompts needs room for beside a sliding window's cache.
 
     The chunk overwrites a part of the cache. So the keys and values that it attends to, cached ones and its own, are
-    first put elsewhere.
+    first put in other memory.
 
     Args:
         starts: for each request, its number of tokens before the chunk; those still in the cache are copied.

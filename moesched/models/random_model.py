@@ -96,8 +96,9 @@ def write_random_model(given: RandomModelOptions) -> Path:
     standard deviation 0.02, norms are 1. The directory or file is created atomically.
 
     Raises:
-        BadInput: the shape, dtype or format is unknown; the directory is in use; the disk has too little space; or
-            files of the model's family cannot describe its layers, or factors of embeddings, residuals or logits.
+        BadInput: `shape`, `dtype` or `stored_as` is unknown; the directory is in use; the disk has too little space; or
+            a config.json or GGUF file of the model's family cannot describe its layers, or the factors by which it
+            multiplies embeddings, residuals or logits.
     """
     config, target = _resolve(given.shape, given.layers, given.dtype), Path(given.directory)
     seed, stored_as = given.seed, given.stored_as
@@ -123,7 +124,7 @@ def write_random_model(given: RandomModelOptions) -> Path:
 
 
 def _require_described(config: ModelConfig, model: Path, kind: str) -> None:
-    """Check that a model which is being written is read back with the layers and the factors that it was given.
+    """Check that the description of a model, read back from its files, has the layers and the `FACTORS` of `config`.
 
     Args:
         config: the model to write.

@@ -54,8 +54,8 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
     Args:
         kept: number of rows of each allocation of scratch memory. A larger allocation does not replace a smaller one,
             since captured kernels still use the smaller one.
-        decode: number of rows for which partial results of attention are allocated: the rows of the largest decode
-            step, times the number of times that memory is allocated for such a step.
+        decode: number of rows in all allocations for partial results of attention together; each allocation has the
+            rows of the largest decode step.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}

@@ -1,4 +1,4 @@
-"""Moves from the sizes of a policy to better ones nearby, step by step, by simulating their schedules."""
+"""Moves step by step from a policy's batch sizes to better ones nearby, by simulating the schedule of each."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ as much as the present one does.
 class Climb:
     """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
-    Neighbouring sizes are simulated if their bound on throughput is high enough. Once a bound has proved wrong, all
-    neighbours are simulated. A bound is wrong if the simulated schedule is over `NEAR` times as fast, or has room for
-    more micro-batches: the policy may place weights where memory is free, or fetch only chosen experts.
+    Neighbouring sizes are simulated if the upper bound of their throughput is high enough. Once a bound has proved
+    wrong, all neighbours are simulated. A bound is wrong if the simulated schedule is over `NEAR` times as fast as the
+    bound, or has room for more micro-batches than the bound assumes. The reason may be that the policy places weights
+    where memory is free, or fetches only chosen experts.
 
     Args:
         ladder: allowed sizes of micro-batches, in requests and ascending order.
@@ -111,7 +112,7 @@ class Climb:
         return found
 
     def _ahead(self, found: Schedule, points: Sequence[SchedulePoint]) -> list[SchedulePoint]:
-        """Return those of `points` whose bounds allow a better schedule than `found`, the highest bound first."""
+        """Return the `points` that may be better than `found`, the highest bound first; all once a bound was wrong."""
         bounds = {point: self._bound(point) for point in points}
         here = self._bound(found.point)
         bound = found.throughput if here is None else here.throughput
@@ -154,10 +155,10 @@ class Climb:
     def _near(self, schedule: Schedule) -> list[SchedulePoint]:
         """Return near neighbours: other numbers and sizes of micro-batches, and other shares of the KV cache.
 
-        The number of micro-batches changes by a fifth; other sizes keep the number of requests. The KV cache of a tenth
-        of the micro-batches moves to or from the accelerator; of a single micro-batch, that of a tenth of the layers.
-        The last neighbour adds a tenth to the number of micro-batches, and keeps the KV cache of the added ones on the
-        accelerator, in case the host's memory is full.
+        The number of micro-batches changes by a fifth. If their size changes, the number of requests stays the same.
+        The KV cache of a tenth of the micro-batches moves to or from the accelerator; if there is only one micro-batch,
+        the KV cache of a tenth of the layers does. The last neighbour adds a tenth to the number of micro-batches, and
+        keeps the KV cache of the added ones on the accelerator, in case the host's memory is full.
         """
         point, share = schedule.point, self._share(schedule)
         size, count = point.size, point.micro_batches

@@ -27,7 +27,7 @@ MOST_TASKS = 30_000
 
 
 class Rival(NamedTuple):
-    """A policy that is much faster than a given one, and its schedule, simulated in all layers with rough sizes."""
+    """A policy that is much faster than a given one, and its schedule: all layers, with roughly chosen batch sizes."""
 
     policy: str
     schedule: Schedule

@@ -1,11 +1,12 @@
 """The policy search of MoE-Lightning (section 4.2) as a mixed-integer programme, solved by HiGHS.
 
-The programme maximises tokens over seconds, N G / (prefill + G decode), over four variables: µ; the number of
-micro-batches n (N = n µ); the number of micro-batches whose KV cache is on the accelerator (r_c n); and the share r_w
-of the weights that stays on the accelerator. G is the number of tokens to generate. A layer takes the time of its
-slowest lane (Eq. 12): link, host or accelerator. Memories are constraints. Each candidate µ has a binary variable and
-counts of its own, so that all constraints are linear. The quotient is maximised by Dinkelbach's method: maximise tokens
-- λ seconds, and take the quotient found as the next λ, until the quotient no longer changes.
+The programme maximises tokens over seconds, N G / (prefill + G decode), for N requests with G tokens each to generate.
+It has four variables: the number µ of requests in a micro-batch; the number n of micro-batches (N = n µ); the number of
+micro-batches whose KV cache is on the accelerator (r_c n); and the share r_w of the weights that stays on the
+accelerator. A layer takes the time of its slowest lane (Eq. 12): link, host or accelerator. Memories are constraints.
+Each candidate µ has a binary variable and counts of its own, so that all constraints are linear. The quotient is
+maximised by Dinkelbach's method: maximise tokens - λ seconds, and take the quotient found as the next λ, until the
+quotient no longer changes.
 """
 
 from __future__ import annotations

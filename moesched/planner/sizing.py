@@ -242,9 +242,10 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
 
 
 def first_schedule(setting: Setting, size: int) -> Schedule | None:
-    """Simulate all requests in micro-batches of `size` requests; None if they do not fit.
+    """Simulate all requests in micro-batches of `size` requests; returns the schedule, None if they do not fit.
 
-    Prompts pass in chunks if the policy takes chunks. The fastest share of the KV cache on the accelerator is taken.
+    Prompts pass in chunks if the policy takes chunks. If the share of the KV cache on the accelerator is not given, the
+    share with the highest throughput is taken.
     """
     schedules = Schedules(setting)
     for chunk in reversed(chunks_to_try(setting, size)):

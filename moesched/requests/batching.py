@@ -17,7 +17,8 @@ class BatchSizes(NamedTuple):
     Attributes:
         batch_size: the largest number of requests that run together.
         micro_batch_size: the largest number of requests of a micro-batch.
-        cache_tokens: the most tokens of a micro-batch in the KV cache at the end, in whole blocks; None for no limit.
+        cache_tokens: the most tokens of a micro-batch in the KV cache when generation ends, counted in whole blocks;
+            None for no limit.
         kv_on_gpu: share of the KV cache that stays on the accelerator; None leaves it to the policy.
         beams: sequences per request in decode.
         prefill_chunk: the largest number of tokens of a micro-batch in prefill; None for no limit.

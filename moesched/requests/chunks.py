@@ -71,9 +71,9 @@ def chunks_of_batch(
 def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) -> dict[int, Chunk]:
     """Return, for each micro-batch of continuous batching, a chunk of prompts that takes the most memory in one step.
 
-    The chunk has `most` tokens, in equal parts of the prompts of all requests. In a step, at most one prompt continues
-    from an earlier step. So the first part starts at `longest`, an upper bound of the prompt's earlier tokens. All
-    other parts start at 0.
+    The chunk has `most` tokens, in equal parts of the prompts of all requests. In a step, at most one prompt has tokens
+    from earlier steps: the first request's prompt is taken for this one. Its part starts at `longest`, since it cannot
+    have more earlier tokens. All other parts start at 0.
 
     Args:
         places: the requests of each micro-batch.

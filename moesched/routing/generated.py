@@ -26,7 +26,8 @@ class _Table(NamedTuple):
     """The table from which a layer's experts are drawn: its experts in `ORDERS` random orders, one after the other.
 
     In each order, every expert has an interval on a line, as long as the share of tokens that choose the expert. The
-    intervals of order n begin at n * (`top_k` + 1). They have no gaps, and their lengths sum to `top_k`.
+    intervals of order n begin at n * (`top_k` + 1), have no gaps, and fill a length of `top_k`. A draw picks an order,
+    and in its intervals `top_k` points at distances of 1. Each point chooses the expert whose interval it is in.
 
     Attributes:
         experts: expert ids (`ORDERS` * experts,).

@@ -30,8 +30,8 @@ class ObservedRouting:
     def rows_apart(self, rows: int) -> bool:
         """Test whether the run left ended sequences out of its decode micro-batches; the simulation then does the same.
 
-        The run did so if a micro-batch had different numbers of rows in its decode steps. The method has the form of
-        `KeepsRowsApart.rows_apart`; `rows` is not used.
+        The result is True if a micro-batch's number of rows changed between decode steps. `rows` is not used: the
+        method stands in for `KeepsRowsApart.rows_apart` of a device, which takes this argument.
         """
         return any(len(seen) > 1 for seen in self._rows.values())
 

@@ -74,7 +74,7 @@ def simulated_decisions(
 def rows_of_experts(routing: Routing | None, *, by_step: bool = False) -> RowsOfExperts | None:
     """Return a function that takes a task, and returns how many of the task's tokens each chosen expert gets.
 
-    Return None if tokens choose experts uniformly: tasks with equally many tokens then cost the same, the mean cost.
+    Return None if tokens choose experts uniformly; a task is then priced at the mean cost for its number of tokens.
 
     For the arguments, see `simulated_decisions`.
     """

@@ -28,8 +28,9 @@ class TokenHandling(NamedTuple):
     Attributes:
         stop_tokens: ids of tokens, each of which ends its request.
         on_tokens: called with a micro-batch's new tokens as {request: token}; None for no callback.
-        rows_apart: takes a number of rows, and returns True if in decode micro-batches of up to this size each row's
-            results have the same bits whatever the other rows are (`KeepsRowsApart.rows_apart`). None counts as False.
+        rows_apart: takes a number of rows, and returns whether a row's results are the same to the bit, whatever the
+            other rows are, in decode micro-batches of at most this many rows (`KeepsRowsApart.rows_apart`). None counts
+            as a function that returns False.
     """
 
     stop_tokens: Collection[int] = ()

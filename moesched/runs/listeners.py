@@ -56,9 +56,9 @@ class Listener:
         """Called once the batch is complete, or was interrupted."""
 
     def estimating(self, done: int, total: int) -> None:
-        """Called before the first simulation for a prediction's band, and after each; `ran` is called again at the end.
+        """Called as the simulations for a prediction's uncertainty band progress; then `ran` is called again.
 
-        done, total: number of simulations that are over, and of all.
+        done, total: number of simulations that are over, 0 in the first call, and of all.
         """
 
     def writing(self, trace: Path) -> None:
@@ -118,7 +118,7 @@ class KindMeter:
 
 
 def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
-    """Return the positions of a captured step's tasks but joins, by ((micro-batch, verb, kind of layer), lane)."""
+    """Return the positions of a captured step's tasks with a lane, by ((micro-batch, verb, kind of layer), lane)."""
     positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(graph.tasks):
         if graph.lanes[position] >= 0:

@@ -183,8 +183,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             is the highest of all nodes.
         scores: the score of each request's best beam; None without beam search.
         warm_up_seconds: time that the device ran its kernels before the first step, to warm up; None without a warm-up.
-        first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
-            `prefill_seconds`, all requests have their first token.
+        first_token_seconds: mean time from the end of loading to a request's first token; None without tokens.
+            `prefill_seconds` is the time from the end of loading until every request has its first token.
         decode_step_seconds: mean time of a decode step; None if none ended.
         between_tokens_seconds: mean time from one token of a request to its next, averaged over the requests; None if
             no request has two tokens.

@@ -151,7 +151,7 @@ def _method_line(trace: TracebackType | None) -> str:
 
 
 def _methods(trace: TracebackType | None) -> Iterator[tuple[object, str]]:
-    """Yield (policy, name of its method) for each frame of the framework in a traceback that was running a policy."""
+    """Yield (policy, name of the method that ran) for each frame of a traceback in which the framework ran a policy."""
     for frame, _ in traceback.walk_tb(trace):
         known = frame.f_locals
         policy = known.get("policy") or getattr(known.get("self"), "_policy", None)

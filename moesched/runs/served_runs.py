@@ -94,7 +94,8 @@ def simulate_serving(
 def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:
     """Prepare the devices to serve; return, by type of task, a function that computes a task on its rank's device.
 
-    The driver of the virtual clock calls such a function as the task ends. Notices between nodes are not computed.
+    The driver of the virtual clock calls such a function as the task ends. For a notice, by which the first node tells
+    the others the requests and tokens of the next step, the function does nothing.
     """
     for rank in ranks:
         _serves(rank.device).serve(rank.plan)

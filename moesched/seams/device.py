@@ -126,8 +126,9 @@ class Serves(Protocol):
     def serve(self, plan: Plan) -> None:
         """Prepare as `begin` does, with no request yet.
 
-        The plan's batch takes the most memory that requests may take together. The operands of `embed` are then
-        `moesched.requests.rows.Rows`: who left the micro-batch, and the new tokens of each request in it.
+        The plan is for a batch that takes as much memory as all requests may take at one time. While serving, the
+        operands of `embed` are `moesched.requests.rows.Rows`: the requests that left the micro-batch, and the new
+        tokens of each request in it.
         """
 
 

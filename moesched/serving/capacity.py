@@ -50,8 +50,8 @@ class Capacity(msgspec.Struct, frozen=True):
     def fullest(self) -> Batch:
         """Return a batch that takes the most memory that requests may take, for policies and devices to plan with.
 
-        Each place has `sequences` requests. Their prompts together have at least `prompt_tokens` tokens, or fewer if
-        each request would otherwise have no room to generate a token. Prompts and generated tokens together fill all of
+        Each place has `sequences` requests. Their prompts together have at least `prompt_tokens` tokens, unless that
+        leaves the requests no room to generate a token. Prompts and generated tokens together fill all of
         `cache_tokens`. If prompts are cut, at most `chunk` of a place's prompt tokens pass a layer together.
         """
         blocks, more = divmod(self.cache_tokens // KV_BLOCK_TOKENS, self.sequences)

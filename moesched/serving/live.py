@@ -51,7 +51,7 @@ class LiveArrivals:
         return News([replace(request, arrives=now) for request in came], departed)
 
     def until_next(self, now: int) -> int:
-        """Return 1 for any `now`, since nobody knows when the next request comes."""
+        """Return 1 nanosecond for any `now`, to ask again soon, since nobody knows when the next request comes."""
         return 1
 
     async def wait(self, now: int) -> None:

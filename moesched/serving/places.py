@@ -91,7 +91,7 @@ class _Place:
 
 
 class Places:
-    """The micro-batches of a capacity (places), and the requests that run in them.
+    """The places (micro-batches), as many as a `Capacity` has, and the requests that run in them.
 
     A request keeps its place until all of its tokens are generated or `leave` is called. The request's KV cache blocks
     are freed once `collected` is called for the last step that it was part of, since tasks may write to them until

@@ -109,7 +109,7 @@ class BatchBytes(ReadOnly):
         Each micro-batch has a buffer of its own.
 
         Args:
-            attended: numbers of the micro-batches whose KV cache is on the host, which may compute their attention.
+            attended: numbers of the micro-batches whose attention the host may compute, since it has their KV cache.
             routed: whether experts run on the host.
         """
         rows, operations = self._decode_rows, self._operations

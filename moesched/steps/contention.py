@@ -22,9 +22,9 @@ def devices_contend(plan: Plan) -> bool:
 def host_contends(plan: Plan) -> bool:
     """Test whether computing on the host and transfers to the accelerator compete for the host's memory.
 
-    They do if the host computes attention or runs experts. The result is False all the same if the machine's profile
-    has measured costs, or if it names no class of hardware for any processor: the rates in the profile are then taken
-    as reached in full, not as peaks.
+    They do if the host computes attention or runs experts. In two cases the result is False nevertheless: if the
+    machine has measured costs, or if none of its processors has a class of device. Without such a class, the rates
+    that the machine's profile states are taken to be reached in full, not to be peaks.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

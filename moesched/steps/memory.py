@@ -118,7 +118,7 @@ class Memory(ReadOnly):
 
 
 class OpenView(Protocol):
-    """A view of weights, with the one method that slots call: a slot closes its views when it is given another page."""
+    """A `View`: the slots of several pages as a kernel reads them. A slot that gets another page closes its views."""
 
     def close(self, engine: Engine) -> None:
         """End the view, and have the next writers of its slots wait for the tasks that read through it."""
@@ -210,7 +210,7 @@ class Pool(ReadOnly):
         return len(self._slots) * self.slot_bytes
 
     def claims(self, free: int) -> Iterable[Claim]:
-        """Return the pool's claim on its memory for all slots; `free`, the bytes left there, has no effect."""
+        """Return one `Claim` for the bytes of all slots; `free`, the bytes left in the pool's memory, has no effect."""
         return [claim_of_slots(self.name, len(self._slots), self.slot_bytes)]
 
     def reserve(self) -> None:

@@ -66,7 +66,7 @@ class KVState:
     """The state of a micro-batch's KV cache.
 
     Attributes:
-        layers: the cache's block of each layer.
+        layers: for each layer, the block of data (as in `Blocks`) that stands for the cached keys and values.
         device: the block on the accelerator for one layer's keys and values; the chunks of a micro-batch share it.
         on_accelerator: for each layer, whether its cache is on the accelerator; if not, it is on the host.
         unsaved: the layer whose new keys and values `offload_kv` has yet to move to the host; -1 for none.

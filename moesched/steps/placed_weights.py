@@ -43,7 +43,7 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> HomePages | None:
-        """Pages with which the host may compute where weights are stored; None if no experts run from there."""
+        """Pages that the host reads where weights are stored, to run experts; None if it runs no experts from there."""
         return self._home
 
     @property
@@ -99,7 +99,7 @@ class PlacedWeights(ReadOnly):
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
-        """Have the host compute, in the memory where weights are stored, with pages that stay in no other memory.
+        """Let the host compute with pages in the memory where weights are stored: those that stay in no other memory.
 
         Args:
             memory: the memory where weights are stored.

@@ -137,7 +137,7 @@ class Plan(PlanFacts):
         outputs that come back.
 
         resident: whether the host may also run experts that stay on an accelerator. This has no effect unless weights
-            come from the host's memory, and the accelerator has another memory.
+            come from the host's memory, and the accelerator has a memory of its own.
         """
         both = resident and self.machine.weights_on_host and not self.machine.unified
         both = both or self.declared.resident_experts_on_host

@@ -86,8 +86,8 @@ class PreviewAccuracy:
     def end_step(self) -> None:
         """Compare a step's pairs of forecast and routing, and drop their tasks; also called if a run ends in a step.
 
-        At the end of a step all routings are known, since experts run only once their layer's routing is known. The
-        forecasts are known, too: a layer's `route` overwrites data that previews of the layer read, so these run first.
+        At the end of a step all routings are known, since no expert runs before its layer's routing is known. The
+        forecasts are known, too: a layer's previews run before its `route`, as `route` overwrites data that they read.
         """
         for forecast, route in self._pairs:
             if route.state == DONE:

@@ -18,8 +18,8 @@ class Process(NamedTuple):
         runtime: bytes before the first batch: Python, libraries, tokenizer, prompts.
         peak: the most resident bytes so far; more than `runtime` if this process timed kernels, as a first run does.
         kernels: bytes that kernels take for their own code, on all devices of this process.
-        whole: whether all memories of the machine count as resident bytes of this process. If not, the process's peak
-            cannot be predicted, since an accelerator's driver takes memory too.
+        whole: whether this process's resident bytes include its data on the accelerator. If not, as on a GPU, the peak
+            cannot be predicted, since the accelerator's driver takes an unknown part of the resident bytes.
         limit: the user's limit of the process's resident bytes; None for none.
     """
 

@@ -46,11 +46,12 @@ class RunState:
         stage_of: for each layer, its stage.
         works: makes the `Work` objects of tasks, which hold FLOPs and bytes.
         kv_slots: the buffers that `load_kv` fills, of all stages.
-        free_activations: free blocks of activations, one for each micro-batch that may be within a layer in prefill,
-            where the plan limits these.
-        stride: the number by which a micro-batch's progress grows in each step.
+        free_activations: free blocks of activations. Where the plan limits the micro-batches that may be within a layer
+            in prefill, each micro-batch within a layer takes one block.
+        stride: the number by which `MicroBatch.progress` grows in each step, through all layers and `sample`.
         previews: compares forecasts of the router's choices with its actual choices.
-        submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
+        submit: submits a verb's task to the engine or, if the verb is split into several tasks (see `SplitVerbs`), all
+            of them.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ class View(Generic[K]):
         bound: the weights in the form that the device's kernels read, set by the device; None before that.
         noted: the last step in which the pools counted a use of the view; they count no second use in that step. If a
             pool's replacement rule counts every use, this stays `LOADED` (-1), and every use is counted.
-        read_before: whether an earlier task read the pages since they arrived, or they were loaded before the
-            first step; set for views of experts.
+        read_before: True if the pages were loaded before the first step, or if an earlier task has read them since they
+            arrived; set for views of experts.
         used: the last step in which a kernel read through the view. Before the first read, and always for a view
             without a join, this is the step in which the view was opened.
         moving: those of `slots` whose pages may be replaced; the pages of all other slots stay for the whole run.

@@ -142,7 +142,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the nanoseconds that the virtual driver computed for this work or, without any, the cost model's."""
+        """Return the nanoseconds of this work alone: as computed by the virtual driver, else by the cost model."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)

@@ -34,8 +34,8 @@ _make = _compiled()
 def bound_call(function: Any, first: int, second: ctypes.Structure) -> Callable[..., int]:
     """Return a function that calls the C function `function(first, &second)`, and returns its int.
 
-    If `function` takes four further 64-bit numbers or addresses, they are the arguments of the returned function.
-    Otherwise it takes none.
+    The returned function takes no arguments. Only if `function` takes four further 64-bit numbers or addresses, the
+    returned function takes these four, and passes them on.
 
     Args:
         function: a ctypes function whose `argtypes` begin with two pointers. During a call other Python threads run,

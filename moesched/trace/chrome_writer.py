@@ -3,8 +3,8 @@
 Each lane is a track, each rank a process, and memories are counters. A slice is a task that ran; it lists all tasks
 that the task depends on, and viewers draw arrows from some of these. The critical path has a track of its own, since
 viewers show arrows only for slices that the user selects. Times are microseconds with exactly three decimals: with
-anything else, viewers leave out slices that touch each other. A file may hold several runs for comparison, each as a
-process of its own.
+anything else, viewers leave out slices that touch each other. A file may hold several runs for comparison; then each
+rank of each run is a process of its own.
 """
 
 from __future__ import annotations

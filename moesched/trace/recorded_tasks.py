@@ -312,8 +312,8 @@ def _lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> No
 
     Viewers draw no arrows at tasks without length.
 
-    Errors of the clock stay, so that checks find them: tasks that overlapped before, or began before the end of a task
-    that they depend on, still do.
+    Errors of the clock are not repaired, so that checks find them: a task that overlapped another one of its lane, or
+    began before the end of a task that it depends on, still does.
 
     Args:
         slices: the tasks that ran on all lanes, in any order; changed in place.

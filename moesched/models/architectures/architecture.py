@@ -20,8 +20,9 @@ class Stored(NamedTuple):
     Attributes:
         name: the tensor's name in the file.
         parts: canonical names of the model's tensors in it.
-        stacks: length of the first axis of a tensor of shape (stacks, rows / stacks, columns), where `rows` counts the
-            rows of all parts, such as the experts of a layer. 0 for a tensor without this axis.
+        stacks: length of the first axis, such as a layer's number of experts, of a tensor of shape (stacks, rows /
+            stacks, columns), where `rows` is the number of rows of all parts together. 0 for a tensor without this
+            axis.
     """
 
     name: str

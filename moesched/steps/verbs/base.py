@@ -232,7 +232,8 @@ class Verbs(StepFacts):
     def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
         """Return a tuple with the block of the micro-batch's activations within a layer; empty if there is none.
 
-        leaves: whether the micro-batch leaves the layer now, so that its block is free for another one.
+        leaves: whether the micro-batch leaves the layer now. If none of its keys and values are unsaved, its block then
+            is free for another micro-batch.
         """
         block = batch.activations
         if block is None:
@@ -363,13 +364,13 @@ def _submit_kernels(
 
 @cache
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
-    """Return two lists by verb number: the progress that each verb needs, and the progress that it leaves, in layer 0.
+    """Return two lists by verb number: the progress that each verb needs, and the progress after it, both in layer 0.
 
-    For another layer, callers add `STRIDE` times the layer's number. For `sample`, which comes after all layers, they
-    give -1 as the layer. To make up for this, both numbers of `sample` include `stride`.
+    For another layer, callers add `STRIDE` times the layer's number. They give -1 as the layer of `embed` and `sample`,
+    which belong to no layer. Since `sample` comes after all layers, its two numbers also include `stride`.
 
     Args:
-        stride: the progress of a whole step.
+        stride: the number by which a micro-batch's progress grows in a step.
         attends: whether the node has attention; if not, the progress of verbs that it lacks is never reached.
     """
     needed, left = [], []

@@ -135,7 +135,7 @@ class ExpertVerbs(Verbs):
         return self._run(OFFLOAD_ROUTED, layer, batch)
 
     def load_routed(self, layer: int, micro_batch: int) -> Task:
-        """Copy the outputs that were computed on the host to the accelerator, all of them at once, for `combine`."""
+        """Copy all outputs computed on the host to the accelerator, for `combine`; no copy if both share a memory."""
         batch = self._at(LOAD_ROUTED, layer, micro_batch)
         routing = batch.routing
         if not routing.on_host:

@@ -134,7 +134,7 @@ def cells_of(
 
     Args:
         models, machines: names or files.
-        batch_sizes: numbers of requests.
+        batch_sizes: numbers of requests. If all three arguments are empty, the cells of `LEFT_OUT` are omitted.
 
     Raises:
         BadInput: a model or a machine is unknown.

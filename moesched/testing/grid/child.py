@@ -36,8 +36,8 @@ class ChildOrder(msgspec.Struct, frozen=True):
 
     Attributes:
         subject: the policy to check.
-        cells: the cells in which to run the policy.
-        patience: seconds that a small case may take.
+        cells: the cells (each a model, a machine and a batch size) in which to simulate the policy.
+        patience: seconds that a small case may take: a small model on a device that computes hashes.
         limit: seconds that all items together may take.
     """
 

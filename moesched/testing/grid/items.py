@@ -1,4 +1,4 @@
-"""Items, the parts of a check, which run one by one: a small case, a cell, or the shipped policies in a cell."""
+"""Items, the parts of a check: a small case, a cell (model, machine, batch size), or the shipped policies in a cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted times of the shipped policies in a cell, cached in a file until the code of the framework changes."""
+"""Predicted times of the shipped policies in a cell (model, machine, batch size), cached while the code is the same."""
 
 from __future__ import annotations
 

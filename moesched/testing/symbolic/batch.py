@@ -30,7 +30,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """Return the hashes of the prompts' tokens, by key: with the weights, all data before the first task."""
+        """Return the hashes of the prompts' tokens, by key; only these and the weights exist before the first task."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }

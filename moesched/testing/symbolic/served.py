@@ -50,8 +50,8 @@ class ServedBatch(SymbolicBatch):
     def continues(self, task: Task) -> bool:
         """Test whether the KV cache has entries of earlier steps for a task's rows: yes in decode, no in prefill.
 
-        In prefill this is right since the method is only called for a KV cache on the host: prompts are then not
-        divided over steps.
+        In prefill, only a prompt that is divided over several steps would have such entries. But this method is only
+        called for a KV cache on the host, and then no prompt is divided.
         """
         return task.phase == "decode"
 
