@@ -180,7 +180,7 @@ def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredF
 
 
 def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tensor | None:
-    """Check a kernel on one case; returns its results (rows, X), or None if the kernel refuses the case.
+    """Check a kernel on one case as `check_kernel` says; returns its results, a row per input row, or None if refused.
 
     Args:
         rows: number of rows of the input.

@@ -240,5 +240,5 @@ def mlx_table(config: ModelConfig) -> KernelTable:
 
 
 def device_name() -> str:
-    """Return the name of MLX's device in a `Case`: "metal" for a GPU, if there is Metal, otherwise "cpu"."""
+    """Return the device that a `Case` names for MLX's kernels: "metal" if there is a Metal GPU, otherwise "cpu"."""
     return "metal" if mx.metal.is_available() else "cpu"

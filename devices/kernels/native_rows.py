@@ -149,7 +149,8 @@ class NativeMoELayer(NativeMemoryKernel):
 
         Refused are all cases that `NativeKernel` refuses, and experts that C cannot run (see `unknown_experts`). Layers
         with a shared expert are refused unless the experts have three matrices, the activation SiLU, and no biases. If
-        matrices are stored transposed, cases with more than 16 rows or an activation without a limit are refused, too.
+        matrices are stored transposed, cases with more than 16 rows are refused, too, and so are experts whose
+        activation does not clip gate and up (`Activation.limit` is None).
         """
         network = case.network
         if COLUMNS in case.formats:

@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor in whole cache lines; the last bits of products depend on the alignment of tensors."""
+        """Bytes in whole cache lines, to align the next tensor in memory: alignment changes products' last bits."""
         nbytes = math.prod(self.size) * self.dtype.itemsize
         return -(-nbytes // CACHE_LINE) * CACHE_LINE
 

@@ -53,8 +53,8 @@ class FirstBadTensor:
     def name(self, state: MicroBatchState) -> str | None:
         """Describe the first tensor, in the order of computation, that has a number which is not finite.
 
-        The result is None if all numbers are finite. In tensor-parallel runs it is always a text: if all weights are
-        finite, it says so, and names an activation as the cause.
+        The result is None if all numbers are finite. In tensor-parallel runs only weights are checked, so the result is
+        never None: if all weights are finite, it says that an activation must be the cause.
 
         state: the state of the micro-batch. If it is that of a chunk of prefill, earlier chunks are checked first.
         """

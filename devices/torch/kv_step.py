@@ -217,7 +217,7 @@ class KVStep:
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """Return a copy of this step for memory that has only the step's sequences; their blocks are 0, 1, 2, ..."""
+        """Return a copy of this step with blocks renumbered 0, 1, 2, ..., for memory that holds only its sequences."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))

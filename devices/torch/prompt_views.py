@@ -104,7 +104,7 @@ def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Cut a tensor from the start of flat memory; returns the tensor and the remaining memory.
 
     Each sequence takes as much memory as whole KV cache blocks would, and the tensor shows the first L tokens of it. So
-    attention has the same bits as with a view of the cache.
+    each begins at a cache line, as in the cache, and attention has the same bits, which depend on this alignment.
 
     shape: the tensor's shape (S, L, K, d).
     """

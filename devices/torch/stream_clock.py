@@ -90,7 +90,7 @@ class StreamClock:
         return zero.device + passed * 1e6
 
     def reckoned(self, device: float) -> int:
-        """Convert a time on the device's clock to the host's, from the last zero event before it and that event's rate.
+        """Convert a time on the device's clock to the host's, by the times and the rate of the last `Zero` before it.
 
         device: nanoseconds since the first zero event.
         """

@@ -170,8 +170,9 @@ def _first_of_middle(recording: Recording) -> int:
 def _relieved(recording: Recording, part: _Part, returning: Set[Key]) -> tuple[Recording, list[int]]:
     """Return a recording and its tasks' durations in nanoseconds, changed to shorten one part of the critical path.
 
-    If a lane is too slow, its tasks get half of their recorded durations. If a full pool is the cause, no transfer
-    waits for room, and the durations of the fetches in `returning` are 0.
+    If a lane is to blame, its tasks get half of their recorded durations. If the cause is a full pool, no transfer
+    waits for room, and the fetches in `returning`, unnecessary with twice the slots, take no time. If the cause is
+    "rank" or "router", ranks do not wait for each other, or the policy does not wait for routers.
     """
     durations = recording.durations
     if part.cause is None:

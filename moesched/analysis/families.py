@@ -57,5 +57,5 @@ def family_of(task: TaskInfo) -> Family:
 
 
 def family_of_verb(verb: str) -> Family:
-    """Return the family of a verb, for tasks that are neither a transfer of weights nor a collective."""
+    """Return the family (kind of work) of a verb's tasks, for tasks that neither move weights nor are collectives."""
     return _FAMILIES.get(verb, "other")

@@ -89,11 +89,11 @@ def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, li
 
 
 def cause_of(before: Slice, why: Why) -> Cause:
-    """Return the cause of a lane's idle time while its next task waits for another task.
+    """Classify a lane's idle time while its next task waits for another task.
 
     Args:
         before: the task that is waited for.
-        why: the reason of the wait.
+        why: the kind of the wait, as in `Wait.why`.
     """
     return "router" if why == "await" and before.task.verb in ROUTERS else _CAUSES[why]
 

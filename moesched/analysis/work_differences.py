@@ -21,7 +21,7 @@ LEAST = 0.005
 
 
 class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """An amount of work that differs between two runs, without loading.
+    """An amount of work that differs between two runs; the initial loading of weights does not count.
 
     Attributes:
         what: "bytes" for bytes that a lane moved; "experts" for the share of the experts' FLOPs that a lane computed;

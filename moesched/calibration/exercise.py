@@ -47,8 +47,8 @@ class Exercise:
 
     Args:
         mode: which tasks run at once, and when weights are fetched.
-        turn: number of the run. In modes without overlap, a step submits `post_attention` if the sum of turn and step
-            is even, otherwise the tasks that replace it: route, experts and combine.
+        turn: number of the run. In modes without overlap, steps alternate: if `turn` plus the step's index is even, a
+            step submits `post_attention`, otherwise the tasks for the same work: route, experts and combine.
         host_attended: indices of micro-batches whose attention runs on the host, in ATTENDING mode.
     """
 

@@ -106,13 +106,14 @@ class GpuTasks:
         return rates
 
     def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
-        """Return dispatch times as points of the cost table.
+        """Return dispatch times as points of the cost table: one for each resource, kind, number of calls and bytes.
 
-        For each key `Alike`, the time is the median over the tasks of a run, then over the runs. Several keys may
-        belong to one point, such as those of two micro-batches. Their shortest time counts: the others include a wait.
+        The time of a key `Alike` is the median over the tasks of a run, then over the runs. Keys of one point, such as
+        those of two micro-batches, give it their shortest time: longer ones include waiting for something else.
 
         Args:
-            running: returns the seconds that a given `Work`, of the host or of a link, takes once it has started.
+            running: returns the seconds of the computation or copy of a given `Work` on the host or a link; they are
+                subtracted from the task's time.
         """
         found: dict[Alike, list[tuple[float, float]]] = {}
         for alike in self._runs:

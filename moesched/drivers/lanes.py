@@ -65,8 +65,8 @@ class Runner(Protocol):
     """Runs the tasks of a lane.
 
     Attributes:
-        guest: whether threads of other runners may run this lane's tasks; the methods of `LaneReports` return such a
-            task to the runner that called them.
+        guest: whether threads of other runners may run this lane's tasks. A method of `LaneReports` may return such a
+            task, and the runner that called the method then runs it.
         host: whether this runner's threads may run tasks of lanes that are guests.
     """
 

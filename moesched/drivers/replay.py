@@ -155,7 +155,7 @@ class ReplayObserver(Protocol):
     """An observer that is given a whole replayed run at once, since making objects of all tasks would take longer."""
 
     def replayed(self, run: ReplayedRun) -> None:
-        """Observe the whole run; called instead of `ended` for each task."""
+        """Observe a whole run; called once per run, instead of `ended` once per task."""
 
 
 def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> ReplayedRun:

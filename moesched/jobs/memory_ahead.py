@@ -37,12 +37,12 @@ BESIDE = 1 << 30
 def pieces_to_take(
     given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
 ) -> list[int]:
-    """Return the sizes, in bytes, of the pieces of memory to take early.
+    """Return the sizes, in bytes, of the pieces of memory to allocate while the device's libraries load.
 
-    There is a piece for each page of weights and each global tensor that will stay in this process, by a rough plan of
-    the first batch. Pieces smaller than `LEAST` are left out. The list is empty if the device keeps weights elsewhere
-    or in another form, if the process's memory is limited, if too little memory is available, or if the plan does not
-    fit. The run itself reports later that a plan does not fit.
+    There is a piece for each page of weights that is resident by a rough plan of the first batch, and for each tensor
+    outside the layers. Pieces smaller than `LEAST` are left out. The list is empty if the device keeps weights
+    elsewhere or in another form, if the process's memory is limited, if too little memory is available, or if the plan
+    does not fit. The run itself reports later that a plan does not fit.
 
     Args:
         lengths: tokens of each prompt.

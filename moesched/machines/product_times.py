@@ -18,7 +18,7 @@ RESIDENT = "resident "
 
 
 class ProductTimes:
-    """Times of products, interpolated between the measured numbers of weights and of rows.
+    """Times of matrix products on a processor, interpolated between the measured sizes of matrices and numbers of rows.
 
     Args:
         points: costs measured on one processor; points of other operations are ignored.

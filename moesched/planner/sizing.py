@@ -138,11 +138,12 @@ def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
 def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> Schedule:
     """Return the schedule that takes the least time for all requests, in one batch or in several successive batches.
 
-    A single batch is chosen if it is about as fast as several. The last of several batches is taken to last as long as
-    a full one.
+    A single batch counts as faster than it is, by the factor `AS_FAST`. The last of several batches counts as long as
+    a full one, even if it has fewer requests.
 
     Args:
-        schedule: the schedule with the highest throughput; another must be faster by more than a factor of `FASTER`.
+        schedule: the schedule with the highest throughput; it is returned unless another takes less time for all
+            requests by more than a factor of `FASTER`.
     """
     requests = len(setting.lengths)
     count = -(-requests // schedule.micro_batch_size)

@@ -340,7 +340,7 @@ def _used(plan: Plan, deep: Plan) -> dict[str, int]:
 
     Args:
         plan: a plan of a few layers, or of all.
-        deep: a plan of all layers; nothing needs to be declared in it.
+        deep: a plan of all layers, with the same machine and batch; anything declared in it is ignored.
     """
     used = bytes_beside_pages(deep, plan)
     first, *others = (memory.name for memory in plan.accelerators)
@@ -349,11 +349,12 @@ def _used(plan: Plan, deep: Plan) -> dict[str, int]:
 
 
 def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
-    """Return the bytes, by memory, that a plan reserves for anything but weights, computed for the layers of `facts`.
+    """Return the bytes, by memory, that `declared` would take beside pages of weights if it had the layers of `facts`.
 
     Args:
-        facts: a plan with the machine and batch of `declared`; nothing needs to be declared in it.
-        declared: the plan whose reservations are counted; it may have another number of layers.
+        facts: a plan with the machine and batch of `declared`. It only tells the layers: anything declared in it is
+            ignored.
+        declared: the plan whose declarations are counted; it may have another number of layers.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}
     for pool in (*declared.weights.resident, *declared.weights.pools):

@@ -84,11 +84,12 @@ def ignore_runs(done: int, total: int) -> None:
 def uncertainty(
     make_ranks: Callable[[], Sequence[Rank]], expected: Figures, progress: RunsProgress = ignore_runs
 ) -> Uncertainty:
-    """Compute the uncertainty band of a prediction, from trial runs.
+    """Compute the uncertainty band of a prediction from trial runs: simulations of a few steps with changed rates.
 
     Args:
         make_ranks: makes the plans and policies of all nodes anew, since a plan runs once.
-        expected: the predicted figures; their run may be longer than the trial runs.
+        expected: the predicted figures, which may come from a simulation of more steps. The trial runs only tell by
+            which factor a changed rate changes them.
         progress: called before the first trial run and after each, with the number of those done, and their total.
     """
     runs = _Runs(make_ranks, progress)

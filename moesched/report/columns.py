@@ -78,7 +78,7 @@ class _NumberedTasks(_Numbered[TaskInfo]):
         self._by_identity: dict[int, int] = {}
 
     def of(self, value: TaskInfo) -> int:
-        """Return the number of a description; a new description gets the next number."""
+        """Return the number of a task's description; equal descriptions share a number, a new one gets the next."""
         number = self._by_identity.get(id(value))
         if number is None:
             number = self._by_identity[id(value)] = super().of(value)

@@ -54,11 +54,11 @@ class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def statistics_of(profile: RoutingProfile, gpu_experts: Sequence[int] = ()) -> RoutingStatistics:
-    """Compute the statistics of Twiddler's Appendix C, over the layers with experts.
+    """Compute the experts' popularity and the hit rates of GPUs that hold some experts, as in Twiddler's Appendix C.
 
     Args:
-        gpu_experts: numbers of experts on the GPU, over all layers, one for each hit rate; if empty, the paper's two
-            shares of all experts.
+        gpu_experts: numbers of experts on the GPU, over all layers, one for each hit rate; if empty, those shares of
+            all experts that fit on the GPU in the paper's two environments (`PAPERS_SHARES`).
 
     Raises:
         BadInput: the profile has no tokens, or the model has fewer experts than one of the numbers.

@@ -347,7 +347,7 @@ class EmulatedLane(msgspec.Struct, frozen=True):
 
 
 class Emulation(msgspec.Struct, frozen=True):
-    """Quality of an emulation, in a report whose other times are those of the emulated machine.
+    """Quality of an emulation: how closely this machine kept to the emulated one's times, which the report states.
 
     Attributes:
         dilation: real seconds for each second of the emulated machine.

@@ -54,8 +54,8 @@ def require_outputs(
 ) -> None:
     """Check that output files can be written, and that none replaces an input or another output.
 
-    Links are resolved before paths are compared, and hard links of a file count as the same file. Existing files of
-    later batches are checked, too.
+    Links are resolved before paths are compared, and hard links of a file count as the same file. If each batch writes
+    an output file of its own (`Output.numbered`), files that exist under later batches' names are checked, too.
 
     Args:
         model: the model's folder, where nothing may be written; a name that is no folder is ignored.

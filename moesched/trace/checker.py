@@ -278,7 +278,7 @@ def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
 
 
 def _ends_alike(event: Event, task: Event) -> bool:
-    """Test whether an event covers the last part of a task's event, or all of it."""
+    """Test whether an event ends at the same time as a task's event, and starts no earlier than that one."""
     start, since = nanoseconds(event.ts), nanoseconds(task.ts)
     return since <= start and start + nanoseconds(event.dur) == since + nanoseconds(task.dur)
 

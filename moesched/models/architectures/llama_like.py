@@ -133,7 +133,7 @@ BLOCK_SPARSE_EXPERTS = ExpertNames("block_sparse_moe", gate="w1", down="w2", up=
 
 
 def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
-    """Yield the tensors of published checkpoints: one for each matrix of each expert."""
+    """Yield the tensors of a published checkpoint in which each matrix of each expert is a tensor of its own."""
     yield from global_tensors(config)
     for layer in range(config.layers):
         block, ours = f"model.layers.{layer}.{names.block}.", f"layers.{layer}."

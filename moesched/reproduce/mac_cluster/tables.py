@@ -40,7 +40,7 @@ class Tables:
         ]
 
     def breakdown(self, table: str) -> Section:
-        """Make the section of Table 3 or 4: each printed cell beside the simulated value.
+        """Make the report's section on the paper's Table 3 or 4: each printed value beside the simulated one.
 
         Args:
             table: "Table 3" or "Table 4".

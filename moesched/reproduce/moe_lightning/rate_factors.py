@@ -45,8 +45,8 @@ def machine_at(machine: Machine, factors: RateFactors, *, attends_as_flexgen: bo
     """Return a machine whose rates are those stated in its profile (not the sustained rates) times `factors`.
 
     Args:
-        attends_as_flexgen: whether FlexGen's kernel computes attention on the CPU; otherwise the host's rates stay as
-            they are stated.
+        attends_as_flexgen: whether FlexGen's kernel computes attention on the CPU. Only then does the factor
+            `flexgen_attention` apply to the host's rates; otherwise they stay as stated.
     """
     machine = at_peak(machine)
     fast, slow = machine.accelerator.memory, machine.host.memory

@@ -19,7 +19,7 @@ THROUGHPUT = "throughput_tokens_per_second"
 
 
 def sustained_section(paper: Paper, on_progress: Callable[[str], None]) -> tuple[Section, Accuracy]:
-    """Predict all cells of Tables 4 and 5 at sustained rates; return a section of them, and the errors."""
+    """Predict all cells of Tables 4 and 5 by rates that kernels and copies sustain; return a section and the errors."""
     rows: list[dict[str, Value]] = []
     judged = []
     for column in paper.cells:
