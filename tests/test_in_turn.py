@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.fidelity import fidelity
 from benchmarks.fidelity._fidelity_tables import claims, tables
+from benchmarks.fidelity._fidelity_tables import rates as rates_of_policy
 from benchmarks.shared.in_turn import Calibration, InTurn, Run, Taken, steadiest, taken_of
 from benchmarks.shared.memory_rate import at_one_rate
 from benchmarks.shared.pairs import in_turns
@@ -128,29 +129,45 @@ def test_a_figure_with_memory_at_another_rate_says_so() -> None:
         "disk_gbs_after": [3.1] * 3,
     }
     rates_of = {f"calibration_{name}": each for name, each in at_calibration.items()}
-    setting = {**rates_of, "policies": [policy]}
-    result = {"settings": {"disk-q8_0": setting}}
+    assert rates_of_policy(rates_of, policy) == {
+        "memory_gbs": "75 (48 to 75)",
+        "disk_gbs": "3.05 (3.05 to 3.05)",
+        "core_gflops": "not recorded",
+        "runs at these rates": "**1 of 2**, 1 repeated",
+    }
+
+
+def test_each_run_of_a_round_is_held_against_the_prediction_of_its_own_calibration() -> None:
+    figures = {"total": 2.0, "predicted total": 2.0, "recorded": 2.0, "replayed": 2.0, "replayed bare": 2.0}
+    times = [(1.0, 1.1), (2.0, 1.8), (4.0, 4.2)]
+    readings = [(FAST, FAST, FAST, FAST), (SLOW, SLOW, SLOW, SLOW), (FAST, FAST, FAST, SLOW)]
+    runs = [
+        Run(0.0, figures | {"decode": decode, "predicted decode": predicted}, {"memory_gbs": each})
+        for (decode, predicted), each in zip(times, readings, strict=True)
+    ]
+    policy = fidelity.result_of_rounds("resident", Taken(runs, []))
+    assert policy["errors_percent"] == pytest.approx([10, -10, 5])
+    assert policy["error_percent"] == {"decode": pytest.approx(5), "total": 0.0}
+    assert policy["every_run"]["memory_gbs_after_calibration"] == [FAST, SLOW, SLOW]
+    result = {"settings": {"disk-q8_0": {"policies": [policy]}}}
     assert [each.figure for each in claims(result)][1:] == [
         "1 of 1 (1 with memory, the disk or the cores at another rate)"
     ]
-    assert (
-        "| +10.0 % | 75 (48 to 75) | 3.05 (3.05 to 3.05) | not recorded | **1 of 2**, 1 repeated |"
-        in tables(result)["coded"]
-    )
+    assert "| +5.0 % | -10.0 to +10.0 % | **2 of 3** |" in tables(result)["coded"]
+
+
+def test_a_turn_begins_with_readings_that_its_runs_are_compared_with() -> None:
+    rates = {"memory_gbs": lambda: FAST}
+    begins = iter([{"memory_gbs": (FAST, SLOW)}, {"memory_gbs": (FAST, FAST)}, {"memory_gbs": (FAST, FAST)}])
+    taken = InTurn({"a": dict, "b": dict}, 2, rates, Idle, lambda: next(begins)).taken()
+    assert [each.rates["memory_gbs"] for each in taken["a"].kept] == [(FAST,) * 4] * 2
+    assert [each.rates["memory_gbs"] for each in taken["b"].repeated] == [(FAST, FAST, FAST, SLOW)]
+    assert not list(begins), "no turn begins without runs"
 
 
 def test_a_result_without_rates_of_memory_says_that_none_were_recorded() -> None:
-    policy = {
-        "policy": "resident",
-        "measured": {"decode": 1.0},
-        "predicted": {"decode": 1.1},
-        "error_percent": {"decode": 10.0},
-        "replay_error_percent": 0.0,
-        "bare_replay_error_percent": 0.0,
-    }
-    result = {"settings": {"disk-q8_0": {"policies": [policy]}}}
-    assert [each.figure for each in claims(result)][1:] == ["1 of 1"]
-    assert "| +10.0 % | not recorded | not recorded | not recorded |  |" in tables(result)["coded"]
+    cells = rates_of_policy({}, {"policy": "resident"})
+    assert list(cells.values()) == ["not recorded"] * 3 + [""]
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,9 @@ OBSERVED_PREDICTION = {
     "policy": "{policy}",
     "decode measured, s": "{measured[decode]:.3f}",
     "predicted, s": "{predicted[decode]:.3f}",
-    "error": "{error_percent[decode]:+.1f} %",
-    **RATES,
+    "error, median": "{error_percent[decode]:+.1f} %",
+    "least and largest": "{errors}",
+    "runs at one rate": "{runs at these rates}",
 }
 
 
@@ -137,20 +138,25 @@ def tables(result: Result) -> dict[str, str]:
 def _observed(settings: Mapping[str, Any], names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The predictions of those settings that were measured, with the weights or the name of the model."""
     for name in names:
-        model, setting = SETTINGS[name].weights or SETTINGS[name].published, settings.get(name, {})
-        for each in setting.get("policies", ()):
-            yield {**each, "model": model, **rates(setting, each)}
+        model = SETTINGS[name].weights or SETTINGS[name].published
+        for each in settings.get(name, {}).get("policies", ()):
+            errors = each["errors_percent"]
+            ends = f"{min(errors):+.1f} to {max(errors):+.1f} %"
+            yield {**each, "model": model, "errors": ends, "runs at these rates": at_these_rates(each)}
 
 
 def rates(setting: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, str]:
     """Cells of the rates during the calibration, and of the runs that were kept and repeated for them."""
     cells = {name: _range(setting.get(f"calibration_{name}")) for name in MEASURED_RATES}
-    if "kept" not in policy:
-        return {**cells, "runs at these rates": ""}
+    return {**cells, "runs at these rates": at_these_rates(policy) if "kept" in policy else ""}
+
+
+def at_these_rates(policy: Mapping[str, Any]) -> str:
+    """A cell with how many runs were at the rates of their calibration, and how many were repeated."""
     kept, elsewhere, repeated = (policy[key] for key in ("kept", "kept_at_another_rate", "repeated"))
     count = f"{kept - elsewhere} of {kept}"
     again = f", {repeated} repeated" if repeated else ""
-    return {**cells, "runs at these rates": f"**{count}**{again}" if elsewhere else f"{count}{again}"}
+    return f"**{count}**{again}" if elsewhere else f"{count}{again}"
 
 
 def _range(readings: Sequence[float] | None) -> str:

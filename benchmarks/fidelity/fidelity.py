@@ -2,21 +2,25 @@
 
 A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs several
 times, in turn with the others, and is simulated. Settings `disk-...` run on this machine, weights coming from its disk;
-the simulation uses a calibration made in turn with the runs, since a shared machine's speed drifts by more than a
-prediction may be off. It sees neither models nor policies nor budgets. With coded weights, and for families at
-published widths, the simulation takes the choices of experts from a run: single sequences of a random model choose the
-same ones again and again. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates; their
-durations are those of the cost model that the simulation uses: they test schedules, not costs.
+the simulation uses a thorough calibration made in turn with the runs, since a shared machine's speed drifts by more
+than a prediction may be off. It sees neither models nor policies nor budgets. Settings `emulated-...` run on the
+emulated accelerator, a T4 with lower rates; their durations are those of the cost model that the simulation uses: they
+test schedules, not costs.
+
+With coded weights, and for families at published widths, the runs are in rounds: the machine is calibrated as
+`moesched calibrate` does without options, then each policy runs once, and is predicted from that calibration. The
+simulation takes the choices of experts from the run: single sequences of a random model choose the same ones again and
+again. The error is the median over the rounds.
 
 Runs during which other processes took more than a tenth of a core are done again, up to three times as many in all. So
 are runs of settings `disk-...` with memory, the disk or the cores at another rate than at calibration, as others on a
 shared host slow them down by the minute, and errors would be the host's. All cores read memory and multiply, and the
-device reads the disk, for a moment before and after each run, and between the steps of the calibration; a run is done
-again if the two readings of a rate and the middle one of the calibration differ by more than a tenth. A calibration
-during which a rate changed is made again, up to twice; the one with the largest share of one rate counts. If the rates
-do not come back, the last ones of the runs that others disturbed least are kept, and their figures say so. No run is
-chosen by its result: only the load of others and these rates decide. The result file has all runs, also the repeated
-ones.
+device reads the disk, for a moment before and after each run, and between the steps of a thorough calibration, or
+before and after another one. A run is done again if the two readings of a rate and those of its calibration, of a
+thorough one the middle reading, differ by more than a tenth. A thorough calibration during which a rate changed is made
+again, up to twice; the one with the largest share of one rate counts. If the rates do not come back, the last ones of
+the runs that others disturbed least are kept, and their figures say so. No run is chosen by its result: only the load
+of others and these rates decide. The result file has all runs, also the repeated ones.
 
 Three things come of it:
 
@@ -24,7 +28,7 @@ Three things come of it:
   far the time that it comes to is from the measured one, loading left out.
 * predictions, on the disk: whether the time of the decode steps is within 10 % and inside the band that the prediction
   has, and the busy time of each lane in them within 15 %, in medians over the runs. By coded weights and of families at
-  published widths: whether the time of the decode steps is within 15 %.
+  published widths: whether the median error of the time of the decode steps is within 15 %.
 * ranking: pairs of schedules whose measured medians are further apart than their interquartile ranges together; how
   many of them the simulator puts in the same order; and how much slower than the fastest the schedule is that the
   simulator would choose. Policies with the same schedule count once, with all their runs.
@@ -46,12 +50,17 @@ from benchmarks.fidelity._fidelity_tables import claims, tables
 from benchmarks.fidelity._ranking import MEASURES, Times, distinct, ranking
 from benchmarks.fidelity._runs import LANE, Bench
 from benchmarks.fidelity._settings import SETTINGS, Case
-from benchmarks.record.benchmark import Benchmark, track
-from benchmarks.shared.in_turn import InTurn, Rates, Taken, calibrate_in_turn
+from benchmarks.record.benchmark import Benchmark, progress, track
+from benchmarks.shared.in_turn import Figures, InTurn, Rates, Taken, calibrate_in_turn
 from moesched import plugins
+from moesched.calibration.calibrate import calibrate_machine
 from moesched.errors import BadInput
 from moesched.system.cache import cache_folder
 
+PREDICTED = "predicted "
+"""Before the name of a measure, in the figures of a run in rounds."""
+WHEN = ("before", "after", "before_calibration", "after_calibration")
+"""The readings of a rate for a run; the last two in rounds."""
 LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 """No schedule, and schedules for several nodes, which on one are what `resident` is."""
 
@@ -69,14 +78,18 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         fit = [name for name in cases if name not in left_out]
         if not bench.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(cases[fit[0]])
-        measures = {name: partial(bench.measure, cases[name]) for name in fit}
         with bench.rates() as measured_rates:
-            in_turn = InTurn(measures, repeats, measured_rates)
-            machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
-            taken, rates = in_turn.taken(), in_turn.calibration_rates
-        policies = [
-            policy_result(name, taken[name], bench.predict(cases[name], machine), rates) for name in fit
-        ]
+            chosen = {name: cases[name] for name in fit}
+            if bench.setting.observed:
+                taken, rates = in_rounds(bench, chosen, repeats, measured_rates), {}
+                policies = [result_of_rounds(name, taken[name]) for name in fit]
+            else:
+                measures = {name: partial(bench.measure, case) for name, case in chosen.items()}
+                in_turn = InTurn(measures, repeats, measured_rates)
+                machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
+                taken, rates = in_turn.taken(), in_turn.calibration_rates
+                predicted = {name: bench.predict(case, machine) for name, case in chosen.items()}
+                policies = [policy_result(name, taken[name], predicted[name], rates) for name in fit]
     runs = [each for done in taken.values() for each in done.kept]
     return {
         **described(bench),
@@ -87,6 +100,47 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         **{f"calibration_{name}": rates[name] for name in rates},
         "policies": [{key: each[key] for key in each if key != "runs"} for each in policies],
         **({} if bench.setting.observed else {"ranking": rankings(policies)}),
+    }
+
+
+def in_rounds(
+    bench: Bench, cases: Mapping[str, Case], repeats: int, rates: Mapping[str, Callable[[], float]]
+) -> dict[str, Taken]:
+    """Runs of all cases in rounds, each predicted from the round's calibration."""
+    machine = bench.machine
+
+    def calibrate() -> Rates:
+        nonlocal machine
+        progress.print("calibrating for the next round")
+        before = in_turn.rates()
+        machine = calibrate_machine()
+        return {name: (before[name], rate) for name, rate in in_turn.rates().items()}
+
+    def measured(case: Case) -> Figures:
+        figures = bench.measure(case)
+        predicted = bench.predict(case, machine)
+        return figures | {f"{PREDICTED}{each}": predicted[each] for each in MEASURES}
+
+    measures = {name: partial(measured, case) for name, case in cases.items()}
+    in_turn = InTurn(measures, repeats, rates, begin=calibrate)
+    return in_turn.taken()
+
+
+def result_of_rounds(name: str, taken: Taken) -> dict[str, Any]:
+    """A policy's runs, each with its own prediction, and its replays."""
+    found = figures_of(taken)
+    errors = {
+        each: [percent(*pair) for pair in zip(found[f"{PREDICTED}{each}"], found[each], strict=True)]
+        for each in MEASURES
+    }
+    return {
+        "policy": name,
+        "measured": {each: round(median(found[each]), 4) for each in MEASURES},
+        "predicted": {each: round(median(found[f"{PREDICTED}{each}"]), 4) for each in MEASURES},
+        "error_percent": {each: round(median(errors[each]), 3) for each in MEASURES},
+        "errors_percent": errors["decode"],
+        **kept_runs(taken, {}),
+        **replays(found),
     }
 
 
@@ -149,15 +203,7 @@ def policy_result(
     name: str, taken: Taken, predicted: Mapping[str, float], calibration_rates: Rates
 ) -> dict[str, Any]:
     """A policy's runs, its prediction and its replays."""
-    runs = taken.kept
-    found = {key: [each.figures[key] for each in runs] for key in runs[0].figures}
-    replay, bare = (
-        round(
-            median(percent(ours, theirs) for ours, theirs in zip(found[key], found["recorded"], strict=True)),
-            3,
-        )
-        for key in ("replayed", "replayed bare")
-    )
+    found = figures_of(taken)
     sides = {each: Times(found[each], predicted[each]) for each in MEASURES}
     result = {
         "policy": name,
@@ -166,12 +212,8 @@ def policy_result(
         "predicted": {each: side.predicted for each, side in sides.items()},
         "error_percent": {each: percent(side.predicted, side.median) for each, side in sides.items()},
         "runs": {each: list(side.measured) for each, side in sides.items()},
-        "kept": len(runs),
-        "kept_at_another_rate": sum(not run.at_rates_of(calibration_rates) for run in runs),
-        "repeated": len(taken.repeated),
-        "every_run": every_run(taken),
-        "replay_error_percent": replay,
-        "bare_replay_error_percent": bare,
+        **kept_runs(taken, calibration_rates),
+        **replays(found),
     }
     if "low" in predicted:
         result["inside"] = predicted["low"] <= sides["decode"].median <= predicted["high"]
@@ -183,6 +225,30 @@ def policy_result(
     return result
 
 
+def figures_of(taken: Taken) -> dict[str, list[float]]:
+    """The kept runs' values of each figure."""
+    return {key: [each.figures[key] for each in taken.kept] for key in taken.kept[0].figures}
+
+
+def kept_runs(taken: Taken, calibration_rates: Rates) -> dict[str, Any]:
+    """How many runs were kept and repeated, and all of them."""
+    return {
+        "kept": len(taken.kept),
+        "kept_at_another_rate": sum(not run.at_rates_of(calibration_rates) for run in taken.kept),
+        "repeated": len(taken.repeated),
+        "every_run": every_run(taken),
+    }
+
+
+def replays(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Median errors of the replays with the times between tasks, and without them."""
+    errors = {
+        name: [percent(*pair) for pair in zip(found[key], found["recorded"], strict=True)]
+        for name, key in (("replay", "replayed"), ("bare_replay", "replayed bare"))
+    }
+    return {f"{name}_error_percent": round(median(each), 3) for name, each in errors.items()}
+
+
 def every_run(taken: Taken) -> dict[str, list[Any]]:
     """All runs, a list for each figure: those that were kept come first."""
     runs = [*taken.kept, *taken.repeated]
@@ -191,8 +257,8 @@ def every_run(taken: Taken) -> dict[str, list[Any]]:
         "other_cores": [round(run.others, 2) for run in runs],
         **{
             f"{name}_{when}": [run.rates[name][place] for run in runs]
-            for name in runs[0].rates
-            for place, when in enumerate(("before", "after"))
+            for name, readings in runs[0].rates.items()
+            for place, when in enumerate(WHEN[: len(readings)])
         },
     }
 

@@ -30,14 +30,14 @@ Rates = Mapping[str, Sequence[float]]
 
 
 class Run(NamedTuple):
-    """Figures of a run, the cores that others kept busy meanwhile, and rates before and after it."""
+    """Figures of a run, the cores that others kept busy meanwhile, and rates before, after and at the turn's begin."""
 
     others: float
     figures: Figures
     rates: Mapping[str, tuple[float, ...]] = {}
 
     def at_rates_of(self, calibration_rates: Rates) -> bool:
-        """Test whether each rate was one before and after, that of the calibration if there was one."""
+        """Test whether each of the run's rates was one, that of the calibration if there was one."""
         middle = {name: [median_low(found)] for name, found in calibration_rates.items() if found}
         return all(at_one_rate([*found, *middle.get(name, ())]) for name, found in self.rates.items())
 
@@ -68,6 +68,8 @@ class InTurn(Generic[K]):
         repeats: how many undisturbed runs of each are wanted.
         rates: by name, what measures each rate that times depend on.
         watch: begins to measure the load of others.
+        begin: called before the runs of each turn; returns readings of rates, such as those at a calibration, with
+            which the runs' own readings are compared.
 
     Attributes:
         calibration_rates: rates during the calibration; none before it.
@@ -79,20 +81,23 @@ class InTurn(Generic[K]):
         repeats: int,
         rates: Mapping[str, Callable[[], float]] = {"memory_gbs": memory_gbs},
         watch: Callable[[], Others] = OtherLoad,
+        begin: Callable[[], Rates] = dict,
     ) -> None:
         self.calibration_rates: dict[str, list[float]] = {}
         self._measures = measures
         self._repeats = repeats
-        self._rates, self._watch = rates, watch
+        self._rates, self._watch, self._begin = rates, watch, begin
         self._turns = 0
         self._runs: dict[K, list[Run]] = {name: [] for name in measures}
 
     def turn(self) -> None:
         """Run each that has not had as many undisturbed runs as turns, or as are wanted."""
         self._turns += 1
-        for name, measure in self._measures.items():
-            if sum(map(self._undisturbed, self._runs[name])) < min(self._turns, self._repeats):
-                self._runs[name].append(self._run(measure))
+        wanted = min(self._turns, self._repeats)
+        due = [name for name, runs in self._runs.items() if sum(map(self._undisturbed, runs)) < wanted]
+        at_begin = self._begin() if due else {}
+        for name in due:
+            self._runs[name].append(self._run(self._measures[name], at_begin))
 
     def taken(self) -> dict[K, Taken]:
         """All wanted undisturbed runs of each, as far as the turns that are left give them."""
@@ -106,11 +111,12 @@ class InTurn(Generic[K]):
         """The rates now."""
         return {name: measured() for name, measured in self._rates.items()}
 
-    def _run(self, measure: Callable[[], Figures]) -> Run:
+    def _run(self, measure: Callable[[], Figures], at_begin: Rates) -> Run:
         before, load = self.rates(), self._watch()
         figures = measure()
         cores, after = load.cores(), self.rates()
-        return Run(cores, figures, {name: (rate, after[name]) for name, rate in before.items()})
+        rates = {name: (rate, after[name], *at_begin.get(name, ())) for name, rate in before.items()}
+        return Run(cores, figures, rates)
 
     def _undisturbed(self, run: Run) -> bool:
         return run.others <= MOST_OTHER_CORES and run.at_rates_of(self.calibration_rates)
