@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 
 from benchmarks.fidelity import fidelity
 from benchmarks.fidelity._fidelity_tables import claims, tables
 from benchmarks.fidelity._fidelity_tables import rates as rates_of_policy
-from benchmarks.shared.in_turn import Calibration, InTurn, Run, Taken, steadiest, taken_of
+from benchmarks.shared.in_turn import Calibration, Figures, InTurn, Run, Taken, steadiest, taken_of
 from benchmarks.shared.memory_rate import at_one_rate
 from benchmarks.shared.pairs import in_turns
 from moesched.machines import load_machine
@@ -154,6 +155,25 @@ def test_each_run_of_a_round_is_held_against_the_prediction_of_its_own_calibrati
         "1 of 1 (1 with memory, the disk or the cores at another rate)"
     ]
     assert "| +5.0 % | -10.0 to +10.0 % | **2 of 3** |" in tables(result)["coded"]
+
+
+def interrupted_in(turn: int) -> InTurn[str]:
+    """Runs of two things, with Ctrl-C during the second one's run of a turn."""
+    calls = count(1)
+
+    def measure() -> Figures:
+        if next(calls) == turn:
+            raise KeyboardInterrupt
+        return {}
+
+    return InTurn({"a": dict, "b": measure}, 3, {}, Idle)
+
+
+def test_ctrl_c_keeps_the_runs_so_far_once_each_has_run() -> None:
+    taken = interrupted_in(turn=2).taken()
+    assert [len(taken[name].kept) for name in ("a", "b")] == [2, 1]
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_in(turn=1).taken()
 
 
 def test_a_turn_begins_with_readings_that_its_runs_are_compared_with() -> None:

@@ -20,7 +20,8 @@ before and after another one. A run is done again if the two readings of a rate 
 thorough one the middle reading, differ by more than a tenth. A thorough calibration during which a rate changed is made
 again, up to twice; the one with the largest share of one rate counts. If the rates do not come back, the last ones of
 the runs that others disturbed least are kept, and their figures say so. No run is chosen by its result: only the load
-of others and these rates decide. The result file has all runs, also the repeated ones.
+of others and these rates decide. The result file has all runs, also the repeated ones. Ctrl-C ends a setting's runs;
+those so far count once each policy has run.
 
 Three things come of it:
 

@@ -100,9 +100,17 @@ class InTurn(Generic[K]):
             self._runs[name].append(self._run(self._measures[name], at_begin))
 
     def taken(self) -> dict[K, Taken]:
-        """All wanted undisturbed runs of each, as far as the turns that are left give them."""
-        while self._turns < MOST_TURNS * self._repeats:
-            self.turn()
+        """All wanted undisturbed runs of each, as far as the turns that are left give them.
+
+        Ctrl-C ends the turns; once each has run, the runs so far count.
+        """
+        try:
+            while self._turns < MOST_TURNS * self._repeats:
+                self.turn()
+        except KeyboardInterrupt:
+            if not all(self._runs.values()):
+                raise
+            progress.print("interrupted: the runs so far count")
         return {
             name: taken_of(runs, self._repeats, self.calibration_rates) for name, runs in self._runs.items()
         }
