@@ -140,19 +140,29 @@ def _observed(settings: Mapping[str, Any], names: Sequence[str]) -> Iterator[dic
     for name in names:
         model = SETTINGS[name].weights or SETTINGS[name].published
         for each in settings.get(name, {}).get("policies", ()):
-            errors = each["errors_percent"]
-            ends = f"{min(errors):+.1f} to {max(errors):+.1f} %"
-            yield {**each, "model": model, "errors": ends, "runs at these rates": at_these_rates(each)}
+            yield {
+                **each,
+                "model": model,
+                "errors": _ends(each.get("errors_percent")),
+                "runs at these rates": at_these_rates(each),
+            }
+
+
+def _ends(errors: Sequence[float] | None) -> str:
+    """The least and the largest error; empty for runs that have one prediction in common."""
+    return f"{min(errors):+.1f} to {max(errors):+.1f} %" if errors else ""
 
 
 def rates(setting: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, str]:
     """Cells of the rates during the calibration, and of the runs that were kept and repeated for them."""
     cells = {name: _range(setting.get(f"calibration_{name}")) for name in MEASURED_RATES}
-    return {**cells, "runs at these rates": at_these_rates(policy) if "kept" in policy else ""}
+    return {**cells, "runs at these rates": at_these_rates(policy)}
 
 
 def at_these_rates(policy: Mapping[str, Any]) -> str:
-    """A cell with how many runs were at the rates of their calibration, and how many were repeated."""
+    """A cell with how many runs were at the rates of their calibration, and how many were repeated, if recorded."""
+    if "kept" not in policy:
+        return ""
     kept, elsewhere, repeated = (policy[key] for key in ("kept", "kept_at_another_rate", "repeated"))
     count = f"{kept - elsewhere} of {kept}"
     again = f", {repeated} repeated" if repeated else ""

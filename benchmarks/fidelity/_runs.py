@@ -102,7 +102,11 @@ class Bench:
             yield {"memory_gbs": memory_gbs, "disk_gbs": disk.gbs, "core_gflops": core_gflops}
 
     def measure(self, case: Case) -> dict[str, float]:
-        """One run and its replay, in seconds."""
+        """One run and its replay, in seconds.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended the run.
+        """
         device = self.device()
         plan, policy = self.plan(case, device, self.machine)
         recorder, lanes = Recorder(), BusyLanes()
@@ -112,6 +116,8 @@ class Bench:
             observers.append(self._routing[case])
         prompts = self.prompts[: case.batch_size]
         report = run(plan, policy, device, prompts, recorder=recorder, observers=observers)
+        if report.interrupted:
+            raise KeyboardInterrupt
         recording = without_loading(recorder.recording())
         return {
             **times(report.step_seconds),
