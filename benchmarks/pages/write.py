@@ -6,7 +6,7 @@ name; a page that is named as a result, such as reproduce-twiddler.md, has the t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,15 +71,19 @@ class Result(NamedTuple):
         return f"[{figure}](../{self.file.relative_to(ROOT)}) {self.date}{older}"
 
     def table(self, name: str) -> str:
-        """A table; where figures depend on the machine, after a line with it and the command."""
+        """A table; where figures depend on the machine, after a line with it and the commands."""
         lines = "\n".join(self.has["tables"][name])
         if self.machine is None:
             return lines
-        about = self.has.get("parts", {}).get(name, self.has)
+        part = self.has.get("parts", {}).get(name)
         here = self.has["machine"]
         where = here.get("description") or f"{self.machine}, {here['cores']} cores, Python {here['python']}"
-        at = f", at commit {about.get('commit', self.commits)}" if self.of_a_version else ""
-        return f"{where}{at}: `{about['command']}`\n\n{lines}\n"
+        measured = dict.fromkeys(map(self._measured, [part] if part else self.parts))
+        return f"{where}: {'; '.join(measured)}\n\n{lines}\n"
+
+    def _measured(self, about: Mapping[str, Any]) -> str:
+        """The command, and the commit where figures are those of a version."""
+        return f"`{about['command']}`" + (f" at commit {about['commit']}" if self.of_a_version else "")
 
 
 def main() -> None:
