@@ -232,7 +232,7 @@ def figures_of(taken: Taken) -> dict[str, list[float]]:
 
 
 def kept_runs(taken: Taken, calibration_rates: Rates) -> dict[str, Any]:
-    """How many runs were kept and repeated, and all of them."""
+    """Numbers of runs that were kept and repeated, and all runs."""
     return {
         "kept": len(taken.kept),
         "kept_at_another_rate": sum(not run.at_rates_of(calibration_rates) for run in taken.kept),
