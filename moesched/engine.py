@@ -245,10 +245,10 @@ class PlainEngine:
             self.awaits.append((task.id, self.submitted))
 
     def issued(self, task: Task) -> None:
-        """Note that a running task was enqueued on its stream, so that its followers on that device can be enqueued.
+        """Note that a running task was enqueued on its stream; tasks of the same device that wait for it may follow.
 
-        The device itself makes the followers wait (`before_on_device`). The lane starts its next task if its `depth`
-        allows.
+        The device itself makes these tasks wait (`before_on_device`). The lane starts its next task, if it may
+        have one more task on the stream (see `Lane.depth`).
         """
         lane = task.lane
         task.state = ISSUED
@@ -292,10 +292,10 @@ class PlainEngine:
                 self._settle(task, CANCELLED)
 
     def forget(self) -> None:
-        """Drop the errors of a finished run; from now on, the run's handles are refused.
+        """Drop the errors of a finished run, and mark its lanes as over, so that the run's handles are refused.
 
-        The errors' tracebacks refer to tasks, and tasks to lanes; the garbage collector, which does not track tasks,
-        would never free them.
+        The errors' tracebacks refer to tasks, and tasks to errors and lanes. The garbage collector, which does not
+        track tasks, would never free such a cycle.
         """
         while self._undone:
             self._undone.pop().cause = None
@@ -400,7 +400,7 @@ class PlainEngine:
                     self._release(other, ended)
 
     def _pass_failure(self, task: Task) -> None:
-        """Cancel the tasks that need the result of a failed task; other tasks behind that task on its lane go on."""
+        """Cancel the tasks that need the result of a failed or cancelled one; an idle in-order lane goes on."""
         if type(task.cause) is not TaskCancelled or task.cause.__traceback__ is not None:
             self._undone.append(task)  # a policy may cancel tasks for days
         for other in (*(task.followers or ()), *followers_on_device(task)):

@@ -72,7 +72,7 @@ class Block:
         self.readers: list[Task] = []
 
     def forget_readers(self, before: int) -> None:
-        """Drop readers of steps before the step `before` that have ended, so that the list stays short in a long run.
+        """Drop ended readers of steps before the step `before`, so that the list stays short in a long run.
 
         Readers of `before` and later steps stay even if they have ended: whether a trace shows an edge must not depend
         on timing.
@@ -183,9 +183,9 @@ class Lane:
             heapify(self.heap)
 
     def remove_all(self) -> list[Task]:
-        """Remove and return all ready tasks except collectives, which other ranks rely on.
+        """Take all ready tasks except collectives, on which other ranks rely, off the lane, and return them.
 
-        An in-order lane keeps them in its queue, and skips them once they are settled.
+        An in-order lane still has the returned tasks in its queue, and skips them there once they are settled.
         """
         removed = [task for _, task in self.heap if type(task) is not Collective]
         removed += [task for task in self.queue if task.state == READY and type(task) is not Collective]

@@ -13,8 +13,8 @@ class EpBusyFull(NodeExperts):
     """Runs, on each node, all experts that it holds, so that none idles; discards unneeded outputs.
 
     Settings:
-        decentralised: True to have every node attend, route and add up, and exchange once a layer; False to have the
-            first node do all that, and exchange twice.
+        decentralised: True to have every node compute attention, routing and the sums of expert outputs, with one
+            exchange among nodes per layer; False to have only the first node do so, with two exchanges per layer.
     """
 
     def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:

@@ -1,9 +1,10 @@
 """One cache of experts for all layers; missing experts are fetched or run on the CPU.
 
-A common cache gives less room to layers with few popular experts. Plain LRU does badly there: layers take turns, so the
-least recently used experts belong to the layer whose turn is next. Here recency counts in whole steps
-(`LeastRecentStep`). Of the experts last used in the same step, the one with the fewest tokens so far is evicted. vLLM's
-expert cache (pull request 37190, "LFRU") weighs frequency against age in one number, for the same reason.
+Layers with few popular experts then take less of the room than other layers. Plain LRU suits a common cache badly:
+layers take turns, so the least recently used experts belong to the layer whose turn is next. Here recency counts in
+whole steps (`LeastRecentStep`). Of the experts last used in the same step, the one with the fewest tokens so far is
+evicted. vLLM's expert cache (pull request 37190, "LFRU") weighs frequency against age in one number, for the same
+reason.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from moesched.steps.step import Step
 
 
 class ExpertCache(LayerByLayer):
-    """Runs cached experts on the accelerator; missing ones there or on the host, to end the layer early.
+    """Runs cached experts on the accelerator, and divides missing ones between accelerator and host.
 
-    Missing experts with the fewest tokens run on the host; their number minimises the time that the layer takes, by the
-    latencies of the machine's cost model. Fetched experts enter the cache. If the host does not have the weights, all
-    missing experts are fetched.
+    Missing experts with the fewest tokens run on the host, and the others are fetched into the cache. The number of
+    experts on the host is chosen to minimise the time that the layer takes, by the latencies of the machine's cost
+    model. If the host does not have the weights, all missing experts are fetched.
 
     `LayerDecisions` in moesched.dispatch considers more divisions. In simulations of Mixtral and Qwen3, it made decode
     steps at most 2.6 % shorter, but computing a division took longer. It may also fetch experts with few tokens: they

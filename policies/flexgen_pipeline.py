@@ -1,9 +1,9 @@
 """FlexGen over several GPUs by pipeline parallelism (ICML'23), which does not scale (MoE-Lightning, section 5.3).
 
 Each GPU is a stage that holds a range of layers. The batch is cut into as many groups of micro-batches as there are
-stages, and each group passes layer by layer, as in `flexgen`, while the next stage runs the previous group. A stage
-thus fetches its streamed weights again for every group: with twice the GPUs, a stage has half the layers, and needs
-each of them twice as often.
+stages. A stage runs a group layer by layer, as in `flexgen`, while the next stage runs the previous group. A stage
+thus fetches its streamed weights again for every group: with twice the GPUs, a stage has half the layers, but fetches
+each layer twice as often.
 """
 
 from __future__ import annotations

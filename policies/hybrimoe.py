@@ -1,9 +1,9 @@
 """HybriMoE (Zhong et al. 2025, arXiv 2504.05897): CPU and GPU share each layer; scores decide what is cached.
 
-Its three ideas: the experts of a layer are divided so that both processors and the link end together, those with few
-tokens on the host; of the next three layers' experts, the one whose arrival would shorten its layer most is prefetched;
-and the cache evicts the expert with the lowest average router score. The paper divides a layer greedily; here the
-division is the best one for the machine's latencies.
+It has three ideas. The experts of a layer are divided so that both processors and the link end together; the host runs
+those with few tokens. Of the next three layers' experts, the one whose arrival would shorten its layer most is
+prefetched. The cache evicts the expert with the lowest average router score. The paper divides a layer greedily; here
+the division is the best one for the machine's latencies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Gain(NamedTuple):
 
 
 class HybriMoE(LayerByLayer):
-    """Divides experts between host and accelerator, prefetches by impact, and evicts by router score.
+    """Divides experts between host and accelerator, prefetches those that save most time, and evicts by router score.
 
     A preview runs a later layer's router early, to forecast the layer's experts. A prefetch that is wrong or late saves
     no time, and delays the copies of the layers in between. So the gain of a prefetch is multiplied by the chance that
@@ -147,7 +147,7 @@ class HybriMoE(LayerByLayer):
             gains[best] = self._gain(best, expected[best])
 
     def _wait(self, later: float) -> float:
-        """Return the seconds by which a prefetch delays layers: the time of one page per layer that the prefetch spans.
+        """Return the seconds by which a prefetch delays layers: the time of a page for each layer that runs meanwhile.
 
         Args:
             later: duration in seconds of the layer for which an expert is prefetched.

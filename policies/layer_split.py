@@ -1,4 +1,4 @@
-"""llama.cpp's -ngl: experts of the first layers run on the GPU, experts of the other layers where their weights are.
+"""llama.cpp's -ngl: experts of the first layers run on the GPU, experts of the other layers usually on the CPU.
 
 llama.cpp computes products of 32 tokens and more on the GPU, though their weights stay on the host: it copies the
 chosen experts of each physical batch, after the router and before the products, so that copies and kernels take turns
@@ -6,7 +6,7 @@ chosen experts of each physical batch, after the router and before the products,
 `--prefill-chunk 512` cuts prompts as llama.cpp's default does.
 
 llama.cpp also computes the other layers' attention and projections on the CPU. Here attention and projections stay on
-the GPU, which favours this policy: both are a tenth of the weights that a token of Mixtral reads.
+the GPU, which favours this policy: together they have a tenth of the weights that a token of Mixtral reads.
 """
 
 from __future__ import annotations

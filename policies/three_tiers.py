@@ -1,7 +1,7 @@
 """Three tiers: CGOPipe with weights that do not fit into host memory either, and come from the disk.
 
-MoE-Lightning and Fiddler keep all weights in host memory. Here it keeps only the pages that fit beside the KV cache.
-The others are read from the disk into a buffer of the host, while earlier pages cross the link to the accelerator.
+MoE-Lightning and Fiddler keep all weights in host memory. Here, host memory has only pages that fit beside the KV
+cache. The other pages are read from the disk into a buffer of the host, while earlier ones cross to the accelerator.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ThreeTiers(CGOPipe):
     def _staging(self, plan: Plan) -> Pool | None:
         """Make the pool through which pages from the disk pass to the accelerator.
 
-        The pool is in pinned memory, or, if all host memory is page-locked, in host memory with room for a layer.
+        If all host memory is page-locked and weights come from the disk, the pool is in host memory, with room for a
+        layer. Otherwise it is in pinned memory; None if the machine does not limit pinned memory.
         """
         if not plan.machine.page_locked or plan.machine.weights_on_host:
             return super()._staging(plan)

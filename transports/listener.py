@@ -36,11 +36,11 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
 
 class Listener:
-    """A ZeroMQ ROUTER that sends only on connections on which a rank has greeted, so that a stranger learns nothing.
+    """A ZeroMQ ROUTER that sends only on connections of ranks, so that a stranger learns nothing.
 
     Args:
         socket: the ROUTER.
-        callers: the ranks that may connect.
+        callers: the ranks that may connect; a connection is a rank's once the rank's greeting has come on it.
         read: function that decodes a message; returns None for a message that it refuses.
     """
 
@@ -89,11 +89,11 @@ class Listener:
                 return message
 
     def should_ask(self, rank: int, ended: float) -> bool:
-        """Return True if a frame should be sent to a rank, to find out if the connection that ended was the rank's.
+        """Return True if a frame should be sent to a rank, to find out whether its connection is the one that ended.
 
         Args:
-            ended: the time at which a connection ended last, on the monotonic clock; ZeroMQ does not tell whose
-                connection that was.
+            ended: the time at which a connection ended last, on the monotonic clock. ZeroMQ does not tell whose
+                connection that was, but refuses to send on it.
         """
         due = rank in self.names and self._asked.get(rank, 0.0) < ended + SETTLED_SECONDS
         if due:

@@ -299,8 +299,8 @@ def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> N
 def _start_collector() -> None:
     """Start pyzmq's thread that frees frames which were sent without a copy.
 
-    Without this call, the first such frame of a process starts the thread, without a lock: two threads that send at
-    once each get a socket to it, and one of the sockets is closed while in use.
+    Without this call, the first such frame of a process starts the thread, but without a lock. Two threads that send at
+    once would then each make a socket to pyzmq's thread, and one of the two would be closed while it is in use.
     """
     with _starting:
         zmq.Frame(b" ", copy=False)

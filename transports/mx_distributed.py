@@ -23,8 +23,8 @@ class MxDistributedTransport(GatheringTransport):
     Rank and number of ranks come from MLX's group, which `mlx.launch` sets in the environment. Nothing is encrypted.
 
     Args:
-        backend: MLX's name of the library.
-        distributed: an object with the functions `init` and `all_gather` of mx.distributed; tests pass another object.
+        backend: the backend by MLX's name, such as "ring" or "jaccl"; "any" for the first that is available.
+        distributed: an object with the functions `init` and `all_gather` of mx.distributed; by default the module.
         timeout_seconds: time limit of an exchange.
 
     Raises:

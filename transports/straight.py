@@ -1,7 +1,7 @@
-"""The fast path of an all-reduce of small parts, for the case that the next messages are the parts of all other ranks.
+"""The fast path of an all-reduce of small parts, for the usual case that only the other ranks' parts arrive.
 
-Every token takes this path in every layer, mostly with cold caches, so the path makes few calls. If another message
-comes, or none in time, an `ExchangePart` does the rest.
+Every token takes this path in every layer, mostly with cold CPU caches, so the path makes few calls. If another message
+arrives first, or none in time, an `ExchangePart` does the rest.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Rest(NamedTuple):
 
     Attributes:
         unsent: the ranks to which the part has still to be sent.
-        message: the received message that is not the expected part of a rank. None if no message came in time, or if
-            `swap` did not wait for messages, because it could not send the part to all ranks.
+        message: a received message other than the expected parts. None if no message came in time, or if `swap` did not
+            wait for messages, because it could not send the part to all ranks.
     """
 
     unsent: tuple[int, ...]
@@ -49,8 +49,8 @@ class Rest(NamedTuple):
 def swap(state: TransportState, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
     """Send `part` to all other ranks, and put their parts into `parts` by rank; return the rest to do, None if done.
 
-    Received parts are views of their frames. A frame is recognised without decoding: its bytes equal those of this
-    rank's own frame but for the sender and the elements.
+    Received parts are views of the received messages. A message is recognised without decoding: its bytes equal those
+    of the message that this rank sent, except for the sender's number and the array's elements.
 
     Raises:
         TransportError: the array cannot be sent.

@@ -56,8 +56,8 @@ class Pace:
     Args:
         time: the clock; the constructor starts it.
         dilations: the dilations for prefill and for decode.
-        prompts: number of chunks that contain the end of a prompt. Prefill has ended after this number of calls of
-            `count_prefilled`.
+        prompts: number of prefill chunks in which at least one prompt ends. `count_prefilled` is called for each of
+            them; prefill has ended with the last of these calls.
     """
 
     def __init__(self, time: DilatedClock, dilations: Dilations, prompts: int) -> None:
@@ -67,7 +67,7 @@ class Pace:
         time.run(dilations.prefill)
 
     def count_prefilled(self) -> None:
-        """Count a chunk that contains the end of a prompt, once tokens are sampled; call this from one thread only."""
+        """Count a chunk in which a prompt ends, once its tokens are sampled; always call this from the same thread."""
         self._left -= 1
         if not self._left:
             self._time.run(self._decode)

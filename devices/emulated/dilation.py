@@ -48,8 +48,8 @@ def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
 
     As a second limit, the real work of each kind of operation should take no more than half (OPERATION_SHARE) of that
     operation's dilated time. The excess over these halves, added up over a lane's operations, may be up to 1/200
-    (NEGLIGIBLE) of the lane's time. The result is rounded up to one of four values for each power of two: 1, 1.25, 1.5,
-    1.75, 2, 2.5 and so on.
+    (NEGLIGIBLE) of the lane's time. The result is rounded up to the next of the values 1, 1.25, 1.5, 1.75, 2, 2.5, 3,
+    3.5, 4, 5, 6, 7, 8, 10 and so on.
 
     rehearsed: for each kind of operation on each lane, its seconds of real work and those on the emulated machine.
     """

@@ -37,8 +37,8 @@ class Binder:
     def bound(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound:
         """Return the function that computes an operation with these weights on the accelerator, for `memory.rows` rows.
 
-        The first call binds a kernel. If its `Kernel.uses_memory` is False, the weights keep it for later calls.
-        Otherwise `memory` keeps it if `memory.kept` is True; if that is False, each call binds the kernel anew.
+        The first call binds a kernel. If `Kernel.uses_memory` is False, `weights` keeps the function for later calls.
+        Otherwise `memory` keeps the function if `memory.kept` is True; if it is False, each call binds the kernel anew.
         """
         return (
             memory.bound((operation, weights.number))

@@ -1,4 +1,4 @@
-"""Limits of torch's attention on GPUs: which heads have a fused kernel, and how many queries others take at a time."""
+"""Limits of torch's attention on GPUs: the heads with a fused kernel, and the most queries a call has without one."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ class KernelWeights(dict[str, list[T]]):
 
     Attributes:
         layer: the description of the layer that the tensors belong to; None for tensors outside the layers.
-        number: a new number for each object; a `WeightStore` replaces it by the number of earlier weights at the same
-            addresses. A `Workspace` keeps bound kernels by operation and this number.
-        bounds: the bound kernels that do not write to a `Workspace` (`Kernel.uses_memory` is False). The key is
-            (operation, number of rows); for the operation "expert", it is the kernel's name.
+        number: the key, beside the operation, under which a `Workspace` keeps kernels bound to these tensors. Each
+            object has its own number, but a `WeightStore` gives equal numbers to weights at the same addresses.
+        bounds: the bound kernels that do not write to a `Workspace` (`Kernel.uses_memory` is False), by (operation,
+            number of rows); kernels of the operation "expert", by the kernel's name instead.
         refused: pairs of operation and number of rows for which there is no kernel.
     """
 

@@ -124,7 +124,7 @@ def _route(
 
 
 class GatheredExperts(MlxKernel):
-    """Runs the experts of a stack in a few MLX kernels, each of which gathers the matrix of each row's expert."""
+    """Runs experts whose weights are stacked in a few arrays, by kernels that gather each row's matrices."""
 
     operation = "experts"
     name = "mlx gathered"

@@ -34,7 +34,7 @@ class TorchKernel(Kernel):
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
-        """Return the function of a kernel in the table that multiplies rows by the only matrix of `weights`."""
+        """Return a function that multiplies rows by the only matrix of `weights`, by a kernel of the kernel table."""
         formats = weights.formats(OPERATIONS["product"])
         inner = case._replace(operation="product", formats=formats)
         return self._resources.table.bind(inner, weights)

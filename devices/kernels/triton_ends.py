@@ -25,7 +25,7 @@ def embed(
     HALF_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy some columns of a token's embedding; the first program of each token also computes the token's angles."""
+    """Copy some columns of a token's embedding; a token's first program also computes its rotary cosines and sines."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(embedding_VD + tl.load(ids_T + t) * width + d, d < width)

@@ -232,7 +232,7 @@ def down(
 def combine(
     y_nD, rows_Tk, weights_Tk, residual_TD, out_TD, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Compute some columns of one token: its weighted expert outputs, by ascending expert, plus the residual."""
+    """Sum up some columns of a token: its experts' weighted outputs, in ascending order of expert, and the residual."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)

@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
     """A matrix, or a stack with a matrix for each expert, in the form that operators take.
 
     Attributes:
-        table: the first rows and the addresses of the row blocks; `operators.py` explains it.
+        table: the number of the first row and the address of each row block; `operators.py` explains it.
         blocks: the row blocks.
     """
 

@@ -88,8 +88,8 @@ class LaggingDevice(TorchDevice):
     Args:
         gpu: the imitated GPUs; None makes one GPU with seed 0. Devices for several ranks get the same object.
         kernel: the kernels on the host: "auto", "torch", or the name of an instruction set.
-        triton: whether kernels of the kernel table that launch Triton on CUDA are tried before others. Here, reference
-            code in torch takes the place of Triton.
+        triton: whether the kernels that device cuda runs in Triton are preferred to others. On the imitated GPUs,
+            reference code in torch takes the place of Triton.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ def _zeros(like: Operand, memory: dict[Block, torch.Tensor]) -> torch.Tensor:
 def _result(tensor: torch.Tensor, of_storages: Mapping[int, int]) -> Result:
     """Describe a tensor that a call on zeros returned.
 
-    of_storages: by the address of each storage of zeros: the index of the first GPU tensor whose zeros are in it.
+    of_storages: maps the address of each torch storage of zeros to the index of the first GPU tensor that lies in it.
     """
     form = Form.of(tensor, int(tensor.storage_offset()))
     return Result(form, tensor.untyped_storage().nbytes(), of_storages.get(_storage(tensor), -1))

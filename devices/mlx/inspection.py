@@ -13,7 +13,7 @@ from .machine import recommended_bytes
 
 
 def metal_facts() -> MetalFacts:
-    """Return facts such as MLX's version, the GPU's name, and the bytes that the system recommends to wire at most."""
+    """Return facts such as MLX's version, the GPU's name, and the most bytes that macOS recommends to wire (lock)."""
     metal = bool(mx.metal.is_available())
     return MetalFacts(
         mlx=version("mlx"),

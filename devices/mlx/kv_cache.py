@@ -27,8 +27,9 @@ class KVStep(NamedTuple):
         requests: the requests' numbers; the tuples below have an entry for each request, in this order.
         past: number of tokens that the request had before the step.
         new: number of tokens that the step adds.
-        before: position in its request of the token that the request's first slot has when the step begins.
-        starts: the same when the step ends; it is above `before` if the step drops tokens that left the window.
+        before: position, within the request, of the token in the request's first slot when the step begins.
+        starts: position of the token in that slot when the step ends. It is above `before` if the step drops tokens
+            that left the window.
         in_place: True if attention can read the cache after the new tokens are stored; False if storing them overwrites
             tokens that other new tokens attend to.
         positions: position in its request of each new token, int64.
@@ -79,8 +80,8 @@ class RequestsKV:
     def open(self, request: int, tokens: int) -> None:
         """Begin a request of up to `tokens` tokens.
 
-        Other requests may be moved to other slots to make room. So no request may be in a step, which begins with
-        `extend`, and ends when the keys and values of the last layer are stored.
+        Other requests may be moved to other slots to make room. So do not call this while a step is under way, that is
+        after `extend`, and before the step's keys and values are stored in all layers.
 
         Raises:
             OutOfSlots: there are not enough free slots; nothing has changed.

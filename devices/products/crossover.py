@@ -136,12 +136,12 @@ def _tie(packed: bool) -> float:
 def most_saved(ratios: Mapping[int, float], tie: float = 1) -> int:
     """Return the number of rows up to which use of the kernel saves the most time; 0 if the kernel saves none.
 
-    The savings of a number of rows and of all smaller ones are added up, and the number with the largest sum is
+    For each number of rows, the savings up to that number are added up, and the number with the largest sum is
     returned. So a single ratio that another process spoiled does not decide.
 
     Args:
         ratios: the kernel's time divided by torch's, by number of rows, ascending.
-        tie: the ratio that counts as equal times.
+        tie: the ratio with which the kernel saves nothing; above 1, it favours the kernel.
     """
     saved = list(accumulate((log(tie / ratio) for ratio in ratios.values()), initial=0.0))
     return (0, *ratios)[saved.index(max(saved))]

@@ -1,8 +1,8 @@
 """Products with weights in blocks, and experts computed by such products, on any torch device.
 
-A weight matrix W (N outputs, D inputs) comes as row blocks (some of N, D), top to bottom, as a page may hold only some
-rows of W. If the files hold the transpose of W, it comes as column blocks (N, some of D) instead, left to right. The
-columns of such a block are contiguous. A block may be packed (see `packed_weights.py`).
+A weight matrix W (N outputs, D inputs) comes as row blocks, top to bottom, each with some of its N rows, as a page may
+hold only a part of W. If the files hold the transpose of W, it comes as column blocks instead, left to right, each with
+some of its D columns, each column contiguous. A block may be packed (see `packed_weights.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _follows(block: Tensor, above: Tensor) -> bool:
 
 
 def linear(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """Multiply rows by W: x @ W.T, (T, N); W comes as row blocks (some of N, D), or as column blocks (N, some of D)."""
+    """Multiply x by W (N, D): x @ W.T, (T, N); each block has some of W's rows, or each has some of its columns."""
     if len(blocks) == 1:
         return _linear(x_TD, blocks[0])
     if blocks[0].shape[1] < x_TD.shape[1]:

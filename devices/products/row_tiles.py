@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def in_tiles(product: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Return `product(x_TD, weight_ND)`, computed with zero rows added up to whole tiles where oneDNN gains by that."""
+    """Return `product(x_TD, weight_ND)`; where oneDNN gains by it, x is padded to whole tiles with rows of zeros."""
     rows = len(x_TD)
     missing = -rows % max(TILE, (1 << (rows - 1).bit_length()) // 16)
     if rows < TILE or not missing or x_TD.dtype != torch.bfloat16 or not x_TD.is_cpu or not has_bfloat16():

@@ -41,8 +41,8 @@ class MicroBatchState:
             cache, in the form that kernels take. While serving, a cache also has `open` and `close`, which begin and
             end a sequence.
         steps: for each cache, the step that its `extend` returned: the new tokens and their places.
-        rows: the rows of a layer's experts, kept from the task `route` to the task `combine`. Their `outputs()` are the
-            first arguments of the operation combine.
+        rows: the rows of a layer's experts, kept from the task `route` to the task `combine`. Their method
+            `outputs` returns what `combine` adds up: the output rows, and each token's row indices and weights.
     """
 
     ends_alone = False

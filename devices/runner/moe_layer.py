@@ -65,7 +65,8 @@ class MoELayer:
         """Run output projection, router, experts and their weighted sum for a task's micro-batch.
 
         Returns:
-            the task's value, in the form that `Library.value` returns: the number of rows of each expert that has any.
+            the task's value: the number of rows of each expert that has any. A device that issues tasks ahead returns
+            an object from which the value is read when the task has ended.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         observers = self._observers
@@ -119,8 +120,8 @@ class MoELayer:
         """Run norm and router, choose each token's experts, and run the shared expert.
 
         Returns:
-            the task's value, in the form that `Library.value` returns: the number of rows of each expert that has any,
-            with router scores if the plan requests them.
+            the task's value, or an object as for `post_attention`: the number of rows of each expert that has any, with
+            router scores if the plan requests them.
         """
         routed = self.route(task)
         value = self._experts.group(task, routed, self._reader(task), *self._scores_of(routed))
@@ -151,8 +152,8 @@ class MoELayer:
         """Apply a later layer's norm and router, which are in the task's view of pages, to the present hidden states.
 
         Returns:
-            the task's value, in the form that `Library.value` returns: the number of rows that each expert of the later
-            layer would have, without experts that would have none; with router scores if the plan requests them.
+            the task's value, or an object as for `post_attention`: the number of rows that each expert of the later
+            layer would have, without zeros. Router scores are added if the plan requests them.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         routed = self._route(state.hidden_TD, weights, Workspace(len(state.hidden_TD)))

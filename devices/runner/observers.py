@@ -19,7 +19,8 @@ class DeviceObservers:
     Attributes:
         routing: the observer of the experts that routers choose; None for none.
         activations: the observer of the experts' activations; None for none.
-        first_request: number of requests in the earlier batches of the run.
+        first_request: index in the run of the batch's first request, which is the number of requests in earlier
+            batches.
     """
 
     def __init__(self) -> None:

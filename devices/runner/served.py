@@ -23,7 +23,7 @@ class ServedState(MicroBatchState):
         """The token that was sampled last, by request."""
 
     def begin(self, operands: Rows) -> None:
-        """Begin the step with the rows `operands`: end sequences of departed requests in the caches, begin new ones."""
+        """Begin a step with the rows `operands`: drop departed requests from the caches, and add those that are new."""
         for request in operands.departed:
             self._sampled.pop(request, None)
             for cache in self.caches:

@@ -183,8 +183,8 @@ def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
 def _numbers(blocks_NBb: Tensor, offset: int, stored: StoredFormat) -> Tensor:
     """Read the scale or minimum at a byte offset of each of B blocks: (N, B, 1), float32.
 
-    It is stored as float16, or as a byte e that stands for 2 ** (e - 128), where 255 stands for NaN. E8M0
-    itself has 2 ** (e - 127): scales are halved here, since the values of MXFP4 codes are doubled.
+    The number is stored as float16, or as one byte e in the format E8M0, in which 255 is NaN, and e stands for
+    2 ** (e - 127). Half of that is returned, 2 ** (e - 128), since the values of MXFP4 codes are doubled.
     """
     if stored.scale_encoding == "exponent":
         exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int()

@@ -55,7 +55,7 @@ class PageReader:
         slot_bytes: bytes that the largest page takes in a slot.
         converts: True if some pages must be converted, as the files do not hold them in the form that kernels read.
         buffer_bytes: bytes of each reading thread's buffer for conversions.
-        bytes_read: number of bytes read from the files so far, in whole blocks.
+        bytes_read: number of bytes read from the files so far, in whole blocks of 4096 bytes.
         ahead: blocks of memory that were allocated ahead of time, for resident weights.
 
     Raises:
@@ -314,7 +314,7 @@ def _whole_rows(stored: StoredTensor) -> int:
 
 
 def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Return the bytes (1-D) of a tensor's columns, given `raw`, the bytes of rows of the matrix that contains it."""
+    """Return the bytes (1-D) of a tensor's columns, cut out of `raw`, the bytes of whole rows of the stored matrix."""
     if stored.columns is None:
         return raw
     first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))

@@ -36,7 +36,7 @@ class AtOnce:
 
         Args:
             read: a function that makes the value from the arrays.
-            beside: not used by torch.
+            beside: tensors that MLX evaluates at the same time; not used by torch.
         """
         return read(*map(self.on_host, tensors))
 
@@ -57,7 +57,7 @@ class OnStream(AtOnce):
     ) -> Any:
         """Start to copy tensors to page-locked memory; returns a `Later`, whose `get` calls `read` with the copies.
 
-        beside: not used by torch.
+        beside: tensors that MLX evaluates at the same time; not used by torch.
         """
         return Later(read, self._read_back, tensors)
 

@@ -108,13 +108,13 @@ class Graphs:
 
 
 class Captured:
-    """A bound kernel that calls another one; once calls with equal arguments repeat, it replays a CUDA graph instead.
+    """A wrapper of a bound kernel (a function) that replays a CUDA graph once calls with equal arguments repeat.
 
     The first few calls with the same arguments call `run`; then such a call is captured, and later ones replay its
     graph. If the arguments change after few replays, the next capture waits for twice as many equal calls.
 
     Args:
-        run: the other bound kernel.
+        run: the bound kernel that is wrapped.
         graphs: the device's graphs.
         way: the name of this kind of graph in `Graphs.used`.
     """

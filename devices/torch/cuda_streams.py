@@ -70,7 +70,7 @@ class CudaStreams:
         """Run `work` on the stream of the accelerator's lane, and wait until the stream has ended it.
 
         Returns:
-            the value of `work`; if that is a `Later`, the value that it reads.
+            the value of `work`; if it is a `Later` (a value that is being copied to the host), the copied value.
         """
         stream = next(iter(self._streams.values()))
         with self._module.stream(stream):
@@ -103,8 +103,8 @@ class CudaStreams:
     def _choose(self, stream: torch.cuda.Stream) -> None:
         """Make a stream the calling thread's current one, until the thread issues to another stream.
 
-        As a lane has a thread of its own, this happens once. To enter `torch.cuda.stream` for each task would take as
-        long as a launch.
+        Each lane has a thread of its own, so a thread sets its stream only once. Entering `torch.cuda.stream` for each
+        task would take as long as the launch of a kernel.
         """
         if getattr(self._here, "stream", None) is not stream:
             self._module.set_stream(stream)
@@ -165,7 +165,7 @@ class CudaTask:
         start, end: events that happen on the stream before and after the task.
         zero: the event that the times of `start` and `end` are measured from.
         issued_at: time at which the task was enqueued, in nanoseconds of the host's clock.
-        result: the task's value, or a `Later` that reads it.
+        result: the task's value, or a `Later`: a value that is still being copied to the host.
     """
 
     __slots__ = ("_streams", "end", "issued_at", "lane", "number", "result", "start", "zero")

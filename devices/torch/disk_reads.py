@@ -24,10 +24,10 @@ Read = Callable[[], object]
 class DiskReads:
     """Makes reads of files, several at a time, and returns when all have ended.
 
-    Linux makes reads past the page cache on its own, while the calling thread waits until all have ended (`io_submit`).
-    With a thread for each read, each thread would need a core and Python's lock at the read's end, and would wait for
-    both while other lanes compute. Threads make all other reads, and all reads on other systems. They also take over if
-    `io_submit` returns only when the reads have ended, as it does for a file system in memory.
+    Reads that bypass the page cache are queued in Linux (`io_submit`), and the calling thread waits until all have
+    ended. They get no threads of their own: at the end of a read, its thread would have to wait for a core and for
+    Python's lock while other lanes compute. Threads make all other reads, and all reads on other systems. They also
+    take over if `io_submit` returns only when the reads have ended, as it does for a file system in memory.
 
     Args:
         at_once: number of reads under way at a time.

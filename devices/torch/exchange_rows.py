@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in whole cache lines, to align the next tensor in memory: alignment changes products' last bits."""
+        """Bytes of the tensor, rounded up to whole cache lines, so that a tensor after it in memory is aligned, too."""
         nbytes = math.prod(self.size) * self.dtype.itemsize
         return -(-nbytes // CACHE_LINE) * CACHE_LINE
 

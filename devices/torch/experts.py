@@ -123,8 +123,8 @@ class TorchExperts:
         A micro-batch's results have the same bits as if the task were for this micro-batch alone.
 
         Returns:
-            the task's value: None. If activations are observed, it is in the form that `Library.value` returns, and
-            reading it reports the activations to the observer.
+            None or, if activations are observed, the task's value in the form that `Library.value` returns; reading
+            this value reports the activations to the observer.
         """
         weights = self._weights(task.operands)
         parts: list[ExpertPart] = [
@@ -175,10 +175,10 @@ def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays:
 
 
 def activations(parts: Iterable[ExpertPart], expert: int, weights: Weights) -> list[Tensor]:
-    """Compute an expert's activations SiLU(gate x) on the wanted rows of each part, for an observer.
+    """Compute an expert's activations SiLU(gate x) for an observer, on the rows that a task has of each micro-batch.
 
     Returns:
-        a float32 tensor (rows, inner size of the expert) for each tile of rows.
+        a float32 tensor (rows, inner size of the expert) for each tile, without the tile's rows of other tasks.
     """
     found = []
     for part in parts:

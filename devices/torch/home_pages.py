@@ -137,8 +137,8 @@ def _unfit(way: str, plan: Plan) -> str:
 def _at_home(plan: Plan) -> Sequence[Page]:
     """List the pages that a plan keeps in the host's memory.
 
-    If the plan names a home of weights, these are its pages. If not, and weights are streamed from the host, these are
-    all pages that are not resident on the accelerator. If neither holds, these are the pages resident on the host.
+    The result is the pages of the plan's home of weights, if it declares one; else, if weights are streamed from the
+    host, all pages that are not resident on the accelerator; else the pages that are resident on the host.
     """
     fast, host = plan.memory("accelerator"), plan.memory("host")
     if plan.weights.home is not None:

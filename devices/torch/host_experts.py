@@ -51,7 +51,7 @@ class HostExperts:
         self._observers = observers
 
     def offload_routed(self, task: Task) -> None:
-        """Copy the experts' input to the host: a row for each token, and the token's index for each expert's row."""
+        """Copy the experts' input to the host: a row for each token, and the index of the token of each expert row."""
         rows = self._states[task.micro_batch].rows
         if not len(rows.x_nD):  # the layer has no experts
             return

@@ -31,7 +31,7 @@ class HostSide:
         states: the state of each micro-batch, by the micro-batch's number.
         store: the weights.
         attention: runs attention for micro-batches whose KV cache is on the accelerator.
-        exchanged: the host's memory for the rows of attention.
+        exchanged: the host's memory for queries, keys, values and outputs of attention that runs on the host.
         kv_slots: buffers on the accelerator, each for the keys and values of a micro-batch in one layer.
     """
 
@@ -79,8 +79,8 @@ class HostSide:
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
         """Return a page in the host's memory; None if the page is not there.
 
-        source: the slot on the host that has the page. If it is None, or if it keeps one page for the whole run, the
-            page is taken from `store.home` instead.
+        source: the slot on the host that has the page. If this is None, or a slot that keeps the same page for the
+            whole run, the page is taken from `store.home` instead.
         """
         if source is None or source.fixed:
             return self._store.home.get(page)

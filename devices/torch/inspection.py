@@ -99,7 +99,7 @@ def library_bytes(device: str = "cuda:0") -> int:
 
 
 def mapping_refusal(file: Path, device: str = "cuda:0") -> str:
-    """Return the reason, with the remedy, why a GPU cannot copy from a file in the page cache; empty if it can."""
+    """Return the reason why a GPU cannot copy from a file in the page cache, and the remedy; empty if it can."""
     if not RegisteredFiles.possible():
         return "mapped files need Linux 5.14 or later: update the system"
     files, spans = RegisteredFiles(1, torch.device(device)), spans_of([(file, 0, 1)])

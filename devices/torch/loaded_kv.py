@@ -54,7 +54,7 @@ class LoadedKV:
         return self._cached.addresses._replace(keys=keys, values=values)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
-        """Store the new tokens' keys and values after the copied ones of their sequences; returns views of all.
+        """Append the new tokens' keys and values to the copied ones of their sequences; returns views of both.
 
         step: not used, since the constructor got the step.
         """
@@ -71,7 +71,8 @@ class LoadedKV:
 def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
     """Copy the keys (or the values) that were cached before a step to flat memory of the accelerator.
 
-    Contiguous pieces are copied one by one, since other copies need GPU memory that the plan does not reserve.
+    Each contiguous piece is copied by itself: one copy of scattered slots would need GPU memory that the plan does not
+    reserve.
 
     Args:
         memory: the flat memory.

@@ -52,7 +52,7 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Test whether kernels can read weights in the form of the files, and Linux (5.14 or later) prefaults files."""
+        """Test whether kernels can read weights as stored, and Linux (5.14 or later) can read mapped files ahead."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:

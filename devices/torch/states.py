@@ -65,8 +65,8 @@ def _add_cache(
 ) -> None:
     """Make a KV cache with room for the final lengths of the requests, and add it to the states of micro-batches.
 
-    If the accelerator is a GPU, a cache on the host is page-locked, so that the GPU copies from it directly. Native
-    kernels, if there are any, write to such a cache instead of torch.
+    If the accelerator is a GPU, a cache on the host is page-locked, so that the GPU copies from it directly. New keys
+    and values are written to such a cache by native kernels or, if there are none, by torch.
 
     Args:
         layers: numbers of the cache's layers, which have the same window.

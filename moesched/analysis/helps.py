@@ -37,7 +37,8 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         change: the change in words.
-        command: arguments of the `moesched` command that shows the change's effect; TRACE is the run's trace.
+        command: arguments of the `moesched` command that shows the change's effect, with the word TRACE in place of the
+            path of the run's trace.
         saved: share of the run's time, without loading, that the change saves.
         decisions_unchanged: True if `saved` assumes that the policy decides as recorded, although it awaited results
             within steps, and might decide otherwise after the change.
@@ -63,8 +64,8 @@ def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | No
     Args:
         recording: the whole run, or its first or last steps.
         path: the time on the recording's critical path, by kind of task, lane and reason to wait.
-        decode_steps: number of decode steps of the whole run. By default the index of the last recorded step, which is
-            this number if the recording has the run's end, since step 0 is the prefill.
+        decode_steps: number of decode steps of the whole run. By default the index of the last recorded step; since
+            step 0 is the prefill, this is correct if the recording includes the end of the run.
     """
     steps = _first_steps(recording)
     if steps is None:
@@ -109,7 +110,7 @@ def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str
 
 
 def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[str, str, float]]:
-    """Yield a change for each part of the critical path that has one.
+    """Yield, for each part of the critical path that a change could shorten, that change and the most it can save.
 
     Yields:
         Tuples (change in the syntax of `what_if`, change in words, largest share of the run's time that it can save).

@@ -23,7 +23,7 @@ What = Literal["weight copy", "activation copy", "accelerator", "host"]
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Predicted seconds, with a label `name`, to copy or compute `tokens` tokens, or to copy weights (0 tokens)."""
+    """A prediction, labelled `name`: the seconds to copy weights (0 tokens), or to copy or compute `tokens` tokens."""
 
     name: str
     what: What

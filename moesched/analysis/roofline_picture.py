@@ -24,7 +24,7 @@ LEFT, BELOW, SPARE = 0.4, 0.3, 3.0
 
 
 def draw_roofline(report: RooflineReport, path: Path | str) -> None:
-    """Draw attention and FFN, each with the roofs of both levels and of the link, to a .png or .svg file.
+    """Draw attention and FFN, each with the roofs of both memory levels and of the link, to a .png or .svg file.
 
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
@@ -145,9 +145,10 @@ def _first_turning_point(axes: Axes, report: RooflineReport) -> None:
 
 
 def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
-    """Draw a line at the FLOP/s of a micro-batch's FFN on the upper level, and a star at the second turning point P2.
+    """Draw a line at the FLOP/s of a micro-batch's FFN on the upper memory level, and a star at the turning point P2.
 
-    P2 is the FLOP/byte of the lower memory above which the link no longer limits the FFN (Eq. 10).
+    P2, the second turning point, is the FLOP per byte of the lower memory level above which the link no longer limits
+    the FFN (Eq. 10).
 
     Args:
         span: lowest and highest FLOP/byte of the x-axis.

@@ -1,4 +1,4 @@
-"""Holds the policy under which small models run while a calibration times their tasks.
+"""Holds the policy under which small models of two layers run while a calibration times their tasks.
 
 In RESIDENT mode all weights stay in memory. In STREAMING mode the weights of both layers are fetched for every
 micro-batch. In all other modes only the weights of the second layer are fetched: in FRESH mode for every micro-batch,

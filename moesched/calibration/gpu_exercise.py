@@ -4,7 +4,8 @@ The first layer's weights stay on the GPU; the second layer's weights are fetche
 KV cache is on the host, attention runs on the host in even decode steps. In odd steps, attention of these micro-batches
 runs on the GPU, and their new keys and values are written to the host's cache. In odd steps, each expert of each
 micro-batch is also a task of its own, with every second expert on the host. A step's fetch starts together with one
-kind of task (see `BESIDE`). If the machine limits page-locked memory, fetched pages are first copied to such memory.
+kind of task (see `BESIDE`), or runs alone without `beside`. If the machine limits page-locked memory, fetched pages are
+first copied to such memory.
 """
 
 from __future__ import annotations

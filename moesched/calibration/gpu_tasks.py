@@ -74,9 +74,9 @@ class GpuTasks:
     def rates(self) -> dict[tuple[str, str], float]:
         """Return speeds of the host's work beside other work, and of copies beside the host's work.
 
-        The keys are (class of work, classes that run at the same time). The speeds are relative to running alone. Runs
-        with staging count only for keys that do not occur in runs without it, such as those with copies into staging
-        slots.
+        The keys are (class of work, classes that run at the same time). The speeds are relative to running alone. Some
+        runs stage pages, which means that they copy them to page-locked memory first. Such runs count only for keys
+        that no other run has: those of these copies, for example.
         """
         rates: dict[tuple[str, str], float] = {}
         for (work_class, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
@@ -108,8 +108,9 @@ class GpuTasks:
     def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
         """Return dispatch times as points of the cost table: one for each resource, kind, number of calls and bytes.
 
-        The time of a key `Alike` is the median over the tasks of a run, then over the runs. Keys of one point, such as
-        those of two micro-batches, give it their shortest time: longer ones include waiting for something else.
+        The time of a key `Alike` is the median over the tasks of a run, then over the runs. Several keys may belong to
+        one point: two that differ only in their micro-batch, for example. The point then gets the shortest of their
+        times, since longer ones include waiting for something else.
 
         Args:
             running: returns the seconds of the computation or copy of a given `Work` on the host or a link; they are

@@ -137,11 +137,11 @@ def run_exercise(
 
 
 def _counts(mode: Mode, work_class: str, beside: str) -> bool:
-    """Test whether runs in a mode are used to measure the speed of a class of work beside other classes.
+    """Test whether runs in a mode (see `Mode`) are used to measure the speed of a class of work beside other classes.
 
-    Products beside reads from the disk are measured in STREAMING mode, not in ATTENDING mode: reads slow a product most
-    if it has just waited for its weights, as in STREAMING mode. Attention, and work beside attention, are not measured
-    in SHARING mode, where little runs beside attention.
+    Runs in ATTENDING mode are not used for products beside reads from the disk. Runs in STREAMING mode are: there, a
+    product has just waited for its weights, and reads then slow it most. Runs in SHARING mode are used neither for
+    attention nor for work beside attention, as little runs beside attention there.
     """
     if mode is Mode.ATTENDING:
         return not (work_class in (FEW_ROWS, MANY_ROWS) and beside == DISK)

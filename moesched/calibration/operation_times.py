@@ -36,9 +36,10 @@ SCRATCH_BLOCK = 16 << 20
 class DeviceProbe(Protocol):
     """Interface of a device whose operations are timed. A `Call` is a function that runs one operation.
 
-    `read`, `stream` and `copy` return the call of an operation. `product` returns a function that, given a number of
-    rows, returns the call of a product with these rows. `ready` returns a context in which calls are made. `packs`
-    tells whether the device rearranges (packs) resident weights of a dtype for its kernels.
+    `read` returns the call that reads a part of a file, `stream` one that reads memory once, and `copy` one that copies
+    memory. `product` returns a function that, given a number of rows, returns the call of a product with these rows.
+    `ready` returns a context in which calls are made. `packs` tells whether the device rearranges (packs) resident
+    weights of a dtype for its kernels.
     """
 
     def ready(self) -> AbstractContextManager[object]: ...

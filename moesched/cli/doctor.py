@@ -53,9 +53,9 @@ def doctor(
     model, the clock, CUDA, and MLX on a Mac. With --hosts it logs in to the machines of a cluster file by ssh and tries
     their ports; start no run meanwhile.
 
-    With --device a tiny random model runs there under every policy: tokens have to agree, memory has to stay within the
-    prediction, a trace has to be complete, and lack of memory and Ctrl-C have to end a run properly. It takes about
-    half a minute, or a few minutes on a new GPU.
+    With --device a tiny random model runs there under every policy: each has to generate the same tokens as the CPU,
+    memory has to stay within the prediction, a trace has to be complete, and lack of memory and Ctrl-C have to end a
+    run properly. It takes about half a minute, or a few minutes on a new GPU.
 
     --out writes all results to a file; attach it when you report a problem. The file names the processor, the GPU,
     folders and the machines of the cluster file, and nothing else of yours.

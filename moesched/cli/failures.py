@@ -155,7 +155,7 @@ def _asks_for_several_servers(error: UnknownOptionError) -> bool:
 
 
 def _same_option(error: UnknownOptionError) -> str | None:
-    """Return a hint if the user gave an option under its name in another command; None otherwise."""
+    """Return a hint if this command has the given option, but under another name; None otherwise."""
     given, _, _ = (error.token.keyword or error.token.value).partition("=")
     own = {name for argument in error.argument_collection for name in argument.names}
     for names in SAME_OPTIONS:

@@ -44,8 +44,8 @@ def list_kind(
 ) -> None:
     """List what there is to choose from: policies, models, machines, networks, workloads and more.
 
-    Plug-ins of other packages are included. Those that cannot load are listed with the reason. If several kernels of an
-    operation fit its inputs, the one that is listed first computes it.
+    Plug-ins of other packages are included. Those that cannot load are listed with the reason. If several kernels can
+    compute an operation for given inputs, the one that is listed first does so.
     """
     wanted, listing = containing.lower(), LISTINGS[kind]
     with Bar(f"looking at {kind}"):  # devices and kernels load their libraries

@@ -55,7 +55,7 @@ def simulate(given: SimulationOptions, arriving: ArrivalsOptions, shown: options
     it.
 
     With --arrivals, requests arrive over time, and join and leave between steps: the report has their times to the
-    first token and per token, and its file is JSON.
+    first token and per token, and can be written as JSON, but not as an HTML page.
 
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """

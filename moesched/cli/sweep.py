@@ -80,7 +80,7 @@ def sweep(
     command again runs only points that are missing or whose inputs have changed, such as a machine file or an edited
     policy. If a point fails, its line has the reason as `failure`, and the sweep goes on, unless the first 24 points
     all fail. The exit code is 1 if the sweep ended because of that, if a policy that you named failed at a point, or if
-    all points failed. It is 0 if only some policies from --policy all failed.
+    all points failed. It is 0 if only points failed whose policy is in the sweep because of `--policy all`.
     """
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep

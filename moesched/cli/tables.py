@@ -34,7 +34,7 @@ class _Column(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The least width, in characters, that breaks no word; cells that are no prose stay on one line."""
+        """The least width, in characters, that breaks no word; only cells of prose (long texts) are wrapped."""
         if not self.is_prose:
             return max(_longest_word(self.title), *map(len, self.cells))
         return max(PROSE_WIDTH, *map(_longest_word, (self.title, *self.cells)))

@@ -1,6 +1,7 @@
 """A node of a cluster: joins the launcher, then carries out orders until the run ends or the launcher is gone.
 
-An order is the launcher's request to generate tokens for some prompts.
+An order is the launcher's request to generate tokens for some prompts. An epoch is a period in which the same nodes
+carry out orders together.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class _Node:
     # -- on the link's thread ----------------------------------------------------------------------
 
     def _turn(self, said: AllLoaded | Stop) -> None:
-        """Act on a message about an epoch: allow its exchanges after AllLoaded, or fail them after Stop."""
+        """Allow the exchanges of an epoch (a period with the same nodes) after AllLoaded; fail them after Stop."""
         if isinstance(said, AllLoaded):
             self._exchanges.begin(said.epoch)
         else:

@@ -47,7 +47,7 @@ def meet(
     epoch: int,
     lost_after: float,
 ) -> Transport:
-    """Open a node's transport to the other members of an epoch.
+    """Open a node's transport to the other members of an epoch, a period in which the same nodes work together.
 
     Args:
         transport: name of the transport.

@@ -74,7 +74,7 @@ class Node:
 
 
 class Lost(Exception):
-    """Raised when a member of the current epoch is lost."""
+    """Raised when a node of the current epoch, a period in which the members stay the same, is lost."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(str(node.host))
@@ -126,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """By rank, a function from a time on the node's clock to the lead of that clock over the launcher's, in ns."""
+        """By rank, a function of a time on the node's clock that returns its lead over the launcher's clock in ns."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property

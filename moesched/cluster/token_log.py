@@ -66,8 +66,8 @@ class TokenLog:
         """Return the requests to run next, as one unbroken range; None if all requests are finished.
 
         The range covers all unfinished requests that have tokens; if none of them has tokens, all unfinished requests.
-        Without gaps, each request keeps its index, which seeds its random numbers: indices are counted from
-        `first_request`. A finished request in the range is run again from its prompt, and `add` ignores its tokens.
+        The new run counts indices from `first_request`. As the range has no gaps, each request keeps its index, which
+        seeds its random numbers. A finished request in the range runs again from its prompt; `add` drops its tokens.
         """
         left = [request for request in range(len(self.tokens)) if not self.finished(request)]
         begun = [request for request in left if self.tokens[request]]

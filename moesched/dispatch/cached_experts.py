@@ -30,9 +30,9 @@ class TakesPreviews(Protocol):
 class CachedExperts:
     """The set of experts in a cache; an eviction rule decides which expert leaves when the cache is full.
 
-    This class only does the bookkeeping; the memory is an `ExpertPool`. The rule is given the first page of an expert
-    in place of the whole expert. The rule's method `used` is called for every chosen expert, even if the expert is not
-    in the cache or runs on the host: once per layer and step, with the number of tokens of all micro-batches together.
+    This class only does the bookkeeping; the memory is an `ExpertPool`. Eviction rules are written for pages: here the
+    first page of an expert stands for the whole expert. The rule's method `used` is called for every chosen expert,
+    even if it is not in the cache or runs on the host: once per layer and step, with its tokens in all micro-batches.
 
     Args:
         layout: the pages of the model.

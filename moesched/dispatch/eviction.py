@@ -66,7 +66,7 @@ class LowestRank(ABC):
     def used(self, page: Page, step: int, tokens: int) -> None:
         """Record that a page was used by `tokens` tokens in a step.
 
-        With 0 tokens the page is not used but enters the cache; the method then has to call `add`.
+        A page that enters the cache is recorded with 0 tokens; the method then has to call `add`.
         """
 
     def add(self, page: Page) -> None:

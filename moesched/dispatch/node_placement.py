@@ -118,11 +118,11 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
 def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
     """Return the node that runs each expert, such that the busiest node has few rows (tokens) to compute.
 
-    An expert counts as at least `ROWS_TO_READ` rows, since fewer rows take it no less time. If all experts count as
-    equally many rows, the result is that of `assign`, which counts experts. Otherwise each expert, those with the most
-    rows first, goes to the node that holds it and has the fewest rows; then experts move off the busiest node while
-    that helps. The result of `assign` is kept if its busiest node has no more rows. The result depends on routing and
-    placement alone, so every node computes the same one.
+    An expert counts as at least `ROWS_TO_READ` rows, since with fewer rows it takes just as long. If all experts count
+    as equally many rows, the result is that of `assign`, which counts experts. Otherwise each expert, those with the
+    most rows first, goes to the node that holds it and has the fewest rows; then experts move off the busiest node
+    while that helps. The result of `assign` is kept if its busiest node has no more rows. The result depends on routing
+    and placement alone, so every node computes the same one.
 
     Args:
         rows: number of rows of each expert.
@@ -394,8 +394,9 @@ def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
 def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
     """Return a placement whose copies are spread evenly, as a bit mask of the nodes that hold each expert.
 
-    Each expert in turn gets a group of nodes, one node for each copy, out of the `MOST_SPREAD` nodes with the most free
-    room. It gets the group that the fewest earlier experts have; if several groups do, the one with the most free room.
+    Each expert in turn gets a group of nodes, one node for each of its copies, out of the `MOST_SPREAD` nodes with the
+    most free room. Of all such groups, it gets the one that the fewest earlier experts got; if several are equal in
+    this, the one with the most free room.
     """
     room = [per_node] * nodes
     groups: Counter[int] = Counter()

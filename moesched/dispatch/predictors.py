@@ -195,7 +195,7 @@ class TransitionCounts:
         self._counts_LEE = np.zeros((max(0, layers - distance), experts, experts))
 
     def add_trace(self, trace: RoutingTrace) -> None:
-        """Count, as 1 / top-k, each pair of experts that a token chose in a layer and `distance` layers later."""
+        """Add 1 / top-k for each pair of experts that a token chose: one in a layer, one `distance` layers later."""
         for layer, counts_EE in enumerate(self._counts_LEE):
             earlier_Tk, later_Tk = trace.chosen[:, layer], trace.chosen[:, layer + self._distance]
             share = 1 / later_Tk.shape[1]  # as `add` divides a token

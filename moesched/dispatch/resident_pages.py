@@ -16,7 +16,7 @@ def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]
     stage: pipeline stage whose layers are placed.
 
     Returns:
-        (for each layer, the pages that stream; the buffer).
+        Two values: a list with each layer's pages that stream, and the buffer.
     """
     streamed = keep_beside_buffer(plan, lambda streamed: 2 * streamed, stage)
     slots = 2 * max(map(len, streamed))
@@ -28,8 +28,8 @@ def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]
 def keep_beside_buffer(plan: Plan, slots: Callable[[int], int], stage: int = 0) -> list[list[Page]]:
     """Keep on the accelerator as many pages as fit beside a buffer, through which all other pages stream.
 
-    A layer's dense pages are kept before its experts. Layers stream equally many pages, give or take one, so that no
-    layer waits longer for its weights than the others.
+    A layer's dense pages (weights that every token needs) are kept before its experts. All layers stream the same
+    number of pages, give or take one, so that no layer waits longer for its weights than the others.
 
     Args:
         slots: function from the number of pages that each layer streams to the number of slots of the buffer.

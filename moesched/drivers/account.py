@@ -58,7 +58,7 @@ class Account:
             task: the submitted task; its `deps` are the ids of the tasks that it waits for in the engine.
             inputs: the tasks whose results `task` needs.
             expected: ids of the tasks that `task` has to wait for, because of the blocks that it reads and writes or
-                because of `after`.
+                because they were given to `Engine.submit` as `after`.
             by_hand: number of ids at the end of `task.deps` that come from `after` and not from blocks.
         """
         deps = set(task.deps)
@@ -246,8 +246,8 @@ class _LaneAccount:
 
         Args:
             call: number of the call.
-            just_ended: whether a task of this lane ended in the call. If so, a started task must not overtake more
-                urgent tasks that became ready in this call or before; if not, only those that were ready before.
+            just_ended: whether a task of this lane ended in the call. If so, a started task breaks a rule if a more
+                urgent task was ready by the end of this call; if not, only if one was ready before the call.
         """
         wrong = []
         for task in self.fresh:

@@ -11,7 +11,8 @@ def play_in_order(steps: Sequence[StepGraph], durations: Iterable[list[int]]) ->
     """Return the start and the end of every task, in nanoseconds.
 
     Each task has an edge from the task before it on its lane, so the times are computed task by task in program order.
-    No task starts before the second step before its own has ended, or before loading has ended.
+    A step's tasks start only when the step two before it has ended; those of prefill and the first decode step, when
+    loading has ended.
 
     Args:
         steps: the captured steps, with edges for in-order lanes.

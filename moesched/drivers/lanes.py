@@ -102,7 +102,7 @@ class Worker:
 
 
 class ThreadRunner:
-    """Runs a lane's tasks on a thread, which reports an end under the lock and takes the lane's next task itself.
+    """Runs a lane's tasks on a thread, which reports the end of each task and takes the lane's next task itself.
 
     A guest is a lane whose tasks other runners' threads may run. If the finished task released a guest's task, and this
     lane has no next task, the same thread runs the guest's task. So no thread has to be woken for the guest's task, nor
@@ -327,7 +327,7 @@ class StreamRunner:
             return driver.issued(task, self), self._wakes()
 
     def _wakes(self) -> bool:
-        """Return whether the thread that waits for ends has to be woken, and count it as woken if so."""
+        """Test whether the caller has to wake the thread that waits for ends; if so, note that it is awake."""
         wakes = not self._waiting and self._is_due()
         self._waiting |= wakes
         return wakes

@@ -13,8 +13,9 @@ from moesched.work import Work
 def nanoseconds(work: Work, cost: CostModel) -> int:
     """Return the nanoseconds that a task with this `Work` takes if it runs alone; at least 1, so that time moves on.
 
-    The first call stores the result in `work.nanoseconds`, and sets `work.demand` and `work.lead`. Later calls return
-    the stored result.
+    The first call stores the result in `work.nanoseconds`. It also sets `work.demand`, the time and the resources that
+    the task needs, and `work.lead`, the part of the time in which the task is handed to its lane's thread. Later calls
+    return the stored result.
     """
     if work.nanoseconds < 0:
         work.demand = cost.work(work)

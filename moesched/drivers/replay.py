@@ -329,9 +329,9 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """Start arrived collectives at the time `now`, or queue them on their lanes.
+        """Start collectives that wait for no task any more, at the time `now`; queue them if their lane is busy.
 
-        They are queued behind earlier collectives and before all other tasks.
+        In a lane's queue they come after earlier collectives and before all other tasks.
         """
         lanes = self._lanes
         for number in self._arrived:

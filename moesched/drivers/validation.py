@@ -1,6 +1,6 @@
 """The checking mode: an engine that checks each change of a task's state, and all memory accounts, against the rules.
 
-The ledger has the accounts of memories (bytes), pools (pages) and views (slots of pages that a kernel reads as one
+A `Ledger` checks the accounts of memories (bytes), pools (pages) and views (slots of pages that a kernel reads as one
 block). The engine is compared after every call with a plain model of the graph and the lanes (`account.py`). Rules
 broken while lanes run, perhaps on other threads, are collected, and raised as an error at the next `submit` or by
 `check_over`. So a broken rule never makes a run hang.

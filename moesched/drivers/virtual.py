@@ -38,8 +38,8 @@ class VirtualDriver:
         observers: objects whose method `ended` is called with every task that ran, when the task ends.
         delays: by lane, a function of (task, time now) that gives the extra nanoseconds which a task of that lane
             takes.
-        after_await: nanoseconds from the end of a task that a policy awaits until a task that the policy then submits
-            can start.
+        after_await: nanoseconds that a policy needs to go on once an awaited task has ended; the tasks that it submits
+            then start later by this time.
     """
 
     def __init__(

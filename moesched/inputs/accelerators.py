@@ -25,8 +25,8 @@ def cut_over_ranks(
 ) -> tuple[ModelConfig, Machine, dict[str, int]]:
     """Return one accelerator's share of the model, of the machine, and of the budget of each memory in bytes.
 
-    For a pipelined policy, which itself assigns layers to accelerators, model and budgets are returned undivided. A
-    budget of page-locked memory becomes the size of that memory in the returned machine, unless `machine` states one.
+    For a pipelined policy, which itself assigns layers to accelerators, model and budgets are returned undivided. If
+    `machine` has no page-locked memory of a stated size, a budget for it becomes its size in the returned machine.
 
     Args:
         budgets: limits by memory, as bytes or texts such as "16GB"; None for none. The limit of the accelerators' own

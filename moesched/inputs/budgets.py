@@ -77,7 +77,7 @@ def within_process(
         The budgets by name of memory, in bytes for each rank; and `process` with its limit.
 
     Raises:
-        BadInput: nothing is left for the host, or it is unknown how many bytes an accelerator's driver takes there.
+        BadInput: nothing is left for the host's memory, or an accelerator's driver takes an unknown part of the limit.
     """
     rest = {name: nbytes for name, nbytes in budgets.items() if name != PROCESS}
     if PROCESS not in budgets:

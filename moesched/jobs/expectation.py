@@ -1,8 +1,8 @@
 """Predicts a measured run: simulates its plans and expert choices on the virtual clock, at a calibration's costs.
 
 Batches are predicted after they ran, so that a prediction disturbs no timing. A prediction uses the run's number of
-steps, the experts that routers chose and the accuracy of router previews, but no measured times. The first
-batch gives the width of the uncertainty band.
+steps, the experts that routers chose and the accuracy of router previews, but no measured times. The uncertainty band
+is simulated for the first batch, and has the same relative width for all batches.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SEVERAL = "a calibration measures one device, and this run used several"
 
 
 class Expectation:
-    """Predicts the report of a batch that ran on a device, by simulation after the run, for comparison with it.
+    """Predicts, by simulation after the run, the report of a batch that ran on a device, to compare the two reports.
 
     Args:
         obstacle: the reason why the batch cannot be predicted; None if it can.
@@ -127,7 +127,7 @@ class Expectation:
         return with_band(expected, self._ranks, estimating)
 
     def _ranks(self) -> list[Rank]:
-        """Plan the first batch anew with a new policy, and return both as the only rank of a simulation."""
+        """Return the only rank of a simulation: a new plan of the first batch, and the new policy that made it."""
         return [Rank(*self._job.plan(self._batch))]
 
 
@@ -200,7 +200,8 @@ def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> J
 def extrapolated(known: Sequence[float], steps: int) -> list[float]:
     """Extend the known values of the first steps to all steps, by a straight line through the later half of the values.
 
-    The last known value is not used, and is replaced, since the last simulated step fetches nothing for a next one.
+    The last known value is left out, and replaced by the line's value: it is not typical, since the last simulated step
+    fetches nothing for a next step.
 
     Args:
         known: value of each of the first steps.

@@ -29,7 +29,7 @@ def with_choice(
         listener: told of each stage of the search.
 
     Raises:
-        BadInput: no plan fits; if policies were tried, the error is that of the first one.
+        BadInput: no plan fits. If policies were tried, this is the error of the policy that was tried first.
     """
 
     def planned(its_job: Job) -> Job:
@@ -93,17 +93,17 @@ def choose_policy_of(
     """Choose a policy for requests that run together.
 
     Args:
-        job: a job with its devices set. Its `use_process`, which counts the process's own bytes against a budget, is
-            called here: before the search on a copy of the job, after the search on the job itself.
+        job: a job with its devices set. `use_process`, a method that counts the process's own bytes against a budget,
+            is called here: on a copy of the job before the search, and on the job itself after the search.
         lengths: prompt tokens of each request.
         plan: makes the plan of a job whose policy is set; raises BadInput if it does not fit.
         on_progress: called with the name of each stage of the search.
 
     Returns:
-        The first plan that fits.
+        The result of `plan` for the first policy whose plan fits; the fastest policies are tried first.
 
     Raises:
-        BadInput: no plan fits; if policies were tried, the error is that of the first one.
+        BadInput: no plan fits. If policies were tried, this is the error of the policy that was tried first.
     """
     looking = copy(job)
     looking.use_process()
@@ -127,7 +127,7 @@ def _estimates(
     """Return the planner's predictions for policies with which all requests fit at once, in the order to try them.
 
     If there is no such policy, the predictions are for the first half of the requests, else for the first quarter, and
-    so on. If no schedule of one request was found either, the result has one policy, predicted to generate nothing.
+    so on. If no schedule is found even for a single request, the result has one policy, with a throughput of 0.
     """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]

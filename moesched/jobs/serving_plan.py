@@ -150,7 +150,7 @@ def _planned(job: Job, context: int) -> ServingPlan:
 
 
 def _fullest(job: Job, capacity: Capacity) -> tuple[Capacity, Plan, Policy]:
-    """Return capacity, plan and policy; prompts are cut if such a plan fits and `cuts_prompts` is True, else whole."""
+    """Return capacity, plan and policy; cuts prompts if the user asks, or if that fits and `cuts_prompts` is True."""
     asked = job.options.prefill_chunk
     cut = with_cut_prompts(capacity, asked)
     try:

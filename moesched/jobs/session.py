@@ -161,9 +161,9 @@ class _First(NamedTuple):
 
 
 def _kernels_here(settings: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return a device's settings, with the kernels of the setting `own_kernels` found now, in the current folder.
+    """Return a device's settings; load the classes of kernels that `own_kernels` names by module or file.
 
-    This matters only for kernels that are named by module or file.
+    They are loaded now, so that a later change of the current folder does not matter.
     """
     if not settings or "own_kernels" not in settings:
         return settings

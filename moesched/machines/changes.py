@@ -39,8 +39,8 @@ def changed(machine: Machine, changes: Sequence[str]) -> Machine:
             "processor.gpu.flops=130TFLOP/s". A processor's flops change in all dtypes.
 
     Raises:
-        BadInput: the machine has no such part, the part has no such property, the value cannot be read or is
-            impossible, or the change is to a rate of a machine with measured costs, which do not follow from rates.
+        BadInput: the machine has no such part, the part has no such property, or the value cannot be read or is
+            impossible. Also if a rate is to change and the machine has measured costs, which do not depend on rates.
     """
     for change in changes:
         machine = _changed(machine, change)

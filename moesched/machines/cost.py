@@ -19,8 +19,8 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by the name of a group of rates, "low" or "high": which of the group's estimates to use. Groups that are
-            not named use the expected one.
+        levels: the figure, "low" or "high", that a group of rates uses of its estimates, by the group's name. Groups
+            that are not named use the expected figure.
 
     Raises:
         BadInput: the accelerator has neither measured costs nor a rate in this dtype.

@@ -24,8 +24,8 @@ class GpuCosts:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by the name of a group of rates, "low" or "high": which of the group's estimates to use. Groups that are
-            not named use the expected one. The cost table's groups are "product" and "dispatch".
+        levels: maps the name of a group of rates to "low" or "high", the group's estimate to use; other groups use the
+            expected estimate. The cost table's groups are "product" and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -116,5 +116,5 @@ class GpuCosts:
 
 
 def calls(work: Work) -> float:
-    """Return the number of calls that a task makes: one per expert, prompt, or group of equally long sequences."""
+    """Count a task's kernel calls: one per expert; in attention, one per prompt or group of equally long sequences."""
     return sum(part.times for part in work.parts if part.operation in CALLS) or 1.0

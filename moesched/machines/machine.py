@@ -225,7 +225,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         work: class of the slowed work: one of WORK_CLASSES, or a link as "source->destination". Old files may also
-            name operations of BY_THEMSELVES; predictions ignore such entries.
+            name an operation that is timed without a model, such as "gemm"; predictions ignore such entries.
         beside: classes that run beside the slowed work, joined by " + " in alphabetical order.
         rate: speed of the slowed work, relative to running alone.
     """

@@ -107,7 +107,7 @@ def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
 
 
 def _renamed(pair: Contention, machine: Machine) -> Contention:
-    """Return measured contention with classes renamed for staging: copies to the accelerator come from `PINNED`."""
+    """Return measured contention in which the class of copies from host to accelerator is named as from `PINNED`."""
     host, accelerator = machine.host.memory, machine.accelerator.memory
     names = {f"{host}->{accelerator}": f"{PINNED}->{accelerator}"}
     beside = sorted(names.get(name, name) for name in pair.beside.split(" + "))

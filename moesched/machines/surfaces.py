@@ -12,9 +12,9 @@ from moesched.machines.machine import CostPoint
 class Curve:
     """Function from x to seconds: straight lines between measured points (x, seconds), which are given in any order.
 
-    Of several times at one x, the median counts. Below the first point, the first line continues down to half of the
-    first time. Above the last point, time grows at the slope from the first to the last point, or stays the same
-    if that slope is negative. A single point's time counts at every x.
+    If there are several times at one x, their median is used. Below the first point, the line through the first two
+    points is extended, but not below half of the first time. Above the last point, time grows at the slope from the
+    first to the last point, or stays the same if that slope is negative. A single point's time is used for every x.
 
     Args:
         rising: whether a larger x never takes less time. Neighbouring times that fall, because of noise, are then

@@ -98,7 +98,7 @@ def rates_of(processor: Processor) -> dict[str, Estimate]:
 
 
 def copies_of(machine: Machine) -> DeviceClass:
-    """Return a `DeviceClass` with the sustained rates of a machine's copies and network, by kind (a key of WORDS)."""
+    """Return the sustained rates of copies and of the network in a `DeviceClass`, by kind of copy (a key of WORDS)."""
     return _read(COPIES if is_rated(machine) else STATED_COPIES)
 
 
@@ -161,8 +161,8 @@ def groups(machine: Machine) -> dict[str, str]:
     """Return a label in words for each group of rates, by the group's name.
 
     An uncertainty band sets all rates of a group to their low or high figures at once. A group is a rate of a class of
-    device, or a kind of copy. A calibrated machine also has a group for each class of work whose spread was measured.
-    A calibrated machine whose accelerator and host share one memory has no other groups.
+    device, or a kind of copy. A calibrated machine also has a group for each class of work whose spread was measured,
+    and has only such groups if its accelerator and host share one memory.
     """
     found = {name: f"measured: {name}" for name in machine.spread}
     if machine.cost_table and machine.unified:

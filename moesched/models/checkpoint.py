@@ -67,7 +67,8 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
         format: the storage format of the tensor's rows.
         nbytes: bytes of the tensor.
         columns: the tensor's columns in a wider matrix of the file; None if the tensor is a whole matrix.
-        scales: the place of the scales, if the file stores them apart from the codes, which are at `offset`; else None.
+        scales: the place of a quantised tensor's scales if they are stored apart from its codes; None otherwise. The
+            codes are at `offset`.
     """
 
     file: Path

@@ -45,8 +45,9 @@ def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
 def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
     """Return, for each group, the weight that code 0 stands for.
 
-    In a format without minimums, this weight is 0; in other formats, it is the least weight of the group. A format with
-    `factors` cannot store a positive minimum, so the weight is 0 if the whole group is positive.
+    In a format without minimums, this weight is 0; in other formats, it is the least weight of the group. A format that
+    stores minimums as multiples of a unit (`factors`) has no positive ones: there the weight is 0 if the whole group is
+    positive.
 
     Args:
         groups: array (groups, weights of a group).

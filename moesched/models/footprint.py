@@ -144,7 +144,7 @@ def mask_bytes(tokens: int, cached: int) -> int:
 def beside_cache_bytes(
     operations: Operations, starts: Sequence[int], tokens: Sequence[int], scattered: int = 0
 ) -> int:
-    """Return the bytes of keys and values that a chunk of prompts needs beside the KV cache, in the layer with most.
+    """Return the bytes of a chunk of prompts' keys and values outside the KV cache, in the layer that has the most.
 
     Args:
         starts, tokens: for each request, its number of tokens before the chunk and in the chunk. Used for layers with

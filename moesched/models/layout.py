@@ -156,9 +156,9 @@ def weight_layout(
 
     Args:
         dtype: dtype of the weights in memory; None for the model's own.
-        page_bytes: the most bytes of a page. None stands for the size of the largest expert, if that is at most 64 MiB.
-            Otherwise it stands for a size of at most 64 MiB, chosen such that slots of this size leave the least room
-            empty when they hold all pages of that expert.
+        page_bytes: the most bytes of a page. By default, the largest expert is one page if it has at most 64 MiB.
+            A larger expert is cut into pages of at most 64 MiB, whose size is chosen to leave the least room empty in
+            the slots that hold the expert.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.

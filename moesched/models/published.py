@@ -64,8 +64,9 @@ def extra_names(config: ModelConfig) -> re.Pattern[str]:
 def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
     """Return the tensors that replace the experts' tensors in prestacked checkpoints, by their names in files.
 
-    By expert, each expert number has one tensor for all layers, of shape (layers, matrices, elements of a matrix). By
-    layer, each matrix of a layer has one tensor of shape (experts, rows, columns), as MLX's `gather_mm` takes it.
+    If `by` is "expert", there is a tensor for each expert number, with that expert of every layer: (layers, matrices,
+    elements of a matrix). If `by` is "layer", there is a tensor for each matrix of a layer, with that matrix of all
+    experts: (experts, rows, columns), as MLX's `gather_mm` takes it.
     """
     if by == "expert":
         return {

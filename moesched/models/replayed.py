@@ -28,7 +28,7 @@ _GROWING = 2
 
 
 def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -> int:
-    """Return the bytes that a micro-batch keeps for results; 0 if it has over `KEPT_ROWS` rows.
+    """Return the bytes of kernels' results that stay allocated for a micro-batch; 0 if it has over `KEPT_ROWS` rows.
 
     Hidden states that pass from layer to layer are not counted.
 
@@ -54,8 +54,8 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
     Args:
         kept: number of rows of each allocation of scratch memory. A larger allocation does not replace a smaller one,
             since captured kernels still use the smaller one.
-        decode: number of rows in all allocations for partial results of attention together; each allocation has the
-            rows of the largest decode step.
+        decode: total number of rows of the allocations for partial results of attention. Each of these allocations
+            has as many rows as the largest decode step.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}

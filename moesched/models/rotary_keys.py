@@ -39,9 +39,10 @@ def read_rotary(
     """Return the rotary embedding that config.json describes.
 
     Args:
-        max_positions: the longest context in tokens; also the context length of the training if no key gives another.
-        theta: base of the frequencies if neither `rope_parameters` nor `rope_scaling` has a `rope_theta`; None for
-            `keys.rope_theta`.
+        max_positions: the longest context in tokens. It is taken as the context length in training if no key states
+            that length.
+        theta: base of the frequencies where the nested keys (`rope_parameters` or `rope_scaling`) have no `rope_theta`;
+            None to take `keys.rope_theta` there.
         partial: whether models of this family may rotate only a part of each head.
 
     Raises:

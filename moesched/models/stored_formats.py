@@ -17,8 +17,8 @@ from moesched.models.tensor_shapes import Shape
 class Bits(NamedTuple):
     """The place of the weights' codes in a block, or of only the lower or the upper bits of the codes.
 
-    The codes are in runs of `span` bytes; a run is for span * 8 / bits weights. The lowest bits of byte i of the run
-    are for its weight i, the next higher bits for its weight span + i, and so on.
+    The codes are stored in runs of `span` bytes; a run has the codes of span * 8 / bits weights. In byte i of a run,
+    the lowest `bits` bits are of the run's weight i, the next higher `bits` bits of its weight span + i, and so on.
 
     Attributes:
         bits: number of bits of each code that are held here.
@@ -37,8 +37,8 @@ class Codes(NamedTuple):
     Attributes:
         low: the place of the codes' lower bits; codes of 8 bits are signed.
         zero: the number that is subtracted from each stored code.
-        largest: the code that the weight furthest from 0 gets when weights are encoded, which determines the scale. If
-            the code is negative, the scale has the opposite sign of that weight.
+        largest: the code that the weight furthest from 0 gets when weights are encoded. The scale is about that weight
+            divided by this code; if the code is negative, the scale has the opposite sign of the weight.
         high: the place of the upper bits, in a format that stores them apart; else None.
         values: for each stored code, the number that it stands for; empty if codes stand for themselves.
     """

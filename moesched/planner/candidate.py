@@ -86,9 +86,9 @@ class Candidate:
             self.choice = self._best_of(self.setting, options) or self.choice
 
     def first_trial(self) -> Schedule:
-        """Simulate the sizes that the search found, and a few with large micro-batches; return the fastest schedule.
+        """Simulate the sizes in `choice`, and a few with large micro-batches; return the fastest schedule.
 
-        The search compares bounds on throughput, which may be wrong about the order of two sizes.
+        `choice` has the highest bound on throughput, and bounds may be wrong about the order of two sizes.
         """
         return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 

@@ -25,8 +25,8 @@ def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
 def smaller_chunks(setting: Setting, size: int) -> list[int]:
     """Return the sizes of chunks to try where none of `chunks_to_try` fits, in tokens, the largest first.
 
-    The sizes are halves, quarters and so on of `CHUNK` that are below the tokens of `size` requests. The list is empty
-    if the setting has a chunk size.
+    The sizes are a half, a quarter and so on of `CHUNK`, as far as they are below `size` times the longest prompt's
+    length. The list is empty if the setting has a chunk size.
     """
     if setting.prefill_chunk is not None:
         return []

@@ -25,7 +25,7 @@ as much as the present one does.
 
 
 class Climb:
-    """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
+    """A local search for better batch sizes of one policy: from a simulated schedule to a faster, similar one.
 
     Neighbouring sizes are simulated if the upper bound of their throughput is high enough. Once a bound has proved
     wrong, all neighbours are simulated. A bound is wrong if the simulated schedule is over `NEAR` times as fast as the
@@ -112,7 +112,7 @@ class Climb:
         return found
 
     def _ahead(self, found: Schedule, points: Sequence[SchedulePoint]) -> list[SchedulePoint]:
-        """Return the `points` that may be better than `found`, the highest bound first; all once a bound was wrong."""
+        """Return the `points` that may beat `found`, highest bound first; once a bound was wrong, all, unsorted."""
         bounds = {point: self._bound(point) for point in points}
         here = self._bound(found.point)
         bound = found.throughput if here is None else here.throughput

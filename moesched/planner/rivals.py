@@ -27,7 +27,7 @@ MOST_TASKS = 30_000
 
 
 class Rival(NamedTuple):
-    """A policy that is much faster than a given one, and its schedule: all layers, with roughly chosen batch sizes."""
+    """A policy much faster than a given one, and its schedule: all layers simulated, batch sizes chosen roughly."""
 
     policy: str
     schedule: Schedule

@@ -82,7 +82,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tasks_of_all_layers(self) -> float:
-        """Number of tasks of a trial run of all layers; extrapolated if only a few layers were simulated."""
+        """Number of tasks in a short simulation of all layers; extrapolated if only a few layers were simulated."""
         return (
             self.trial_run.tasks if self.whole or self.few is None else self.trial_run.tasks / self.few.part
         )

@@ -52,8 +52,8 @@ class BestPlan(msgspec.Struct, frozen=True, kw_only=True):
         schedule: the plan's simulated schedule: sizes and predicted figures.
         attention_on_gpu, ffn_on_gpu: whether the GPU computes attention and the FFN in decode.
         bound_by: the busiest lane in a decode step; in the prefill if there is no decode step.
-        gains: the relative gain from a tenth more of each resource, the largest first: an increase of the bound on
-            throughput or, if the plan is for one request, of the rate.
+        gains: for each resource the relative gain from a tenth more of it, the largest first. The gain is in the bound
+            on throughput or, if the plan is for one request, in the predicted rate.
         ranking: all policies, the best first; those that do not fit are last.
         uncertainty: the band of the schedule's figures; None if it was not asked for.
     """

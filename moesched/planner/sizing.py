@@ -98,7 +98,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
     """Search for the sizes with the highest throughput.
 
     Args:
-        given: requests of a micro-batch, of which fewer are taken if they do not fit; None to choose them.
+        given: number of requests of a micro-batch; fewer are taken if that many do not fit. None to choose the number.
         successive: True if successive batches run all requests, and must all fit; False if only the first must fit.
     """
     asked = setting
@@ -138,8 +138,8 @@ def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
 def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> Schedule:
     """Return the schedule that takes the least time for all requests, in one batch or in several successive batches.
 
-    A single batch counts as faster than it is, by the factor `AS_FAST`. The last of several batches counts as long as
-    a full one, even if it has fewer requests.
+    A single batch is preferred: its throughput is multiplied by `AS_FAST` in the comparison. The last of several
+    batches is assumed to take as long as a full one, even if it has fewer requests.
 
     Args:
         schedule: the schedule with the highest throughput; it is returned unless another takes less time for all
@@ -165,8 +165,8 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
     """Return the most tokens that each micro-batch may have in the KV cache at the end of its generation.
 
     In each memory, the micro-batches whose cache is there get equal shares of the bytes that are free or reserved for
-    caches. The result is the smallest share, but at least the tokens at the end of the plan's largest micro-batch and
-    of the longest request.
+    caches. The result is the number of tokens in the smallest share. It is never less than the plan's largest
+    micro-batch, or the longest request, has at the end of its generation.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))

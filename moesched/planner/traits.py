@@ -45,7 +45,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         streams: whether the policy can keep a smaller share than `keeps` in this memory, and fetch the other weights.
         buffer: bytes of the accelerator's streaming buffer for each byte of a layer's streamed weights.
         fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU, since the
-            bound leaves out fetches that only the prefill needs.
+            planner's bound on throughput leaves out fetches that only the prefill needs.
         stages: number of accelerators in the policy's pipeline.
         joint: whether an expert runs once for all micro-batches, so that its weights are read once.
     """
@@ -255,10 +255,10 @@ class _MicroBatchWork:
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
-        """Return a pair: the share of all layers that are of a kind, and the work of `post_attention` in such a layer.
+        """Return a pair: the share of layers that are of a kind, and the FFN's work (`post_attention`) in such a layer.
 
-        If an expert runs on several micro-batches at once, the pair has the work of all these micro-batches, and the
-        share of layers divided by their number: the product of both is the part of one micro-batch.
+        If an expert runs on several micro-batches at once, the work is that of all these micro-batches, and the share
+        is divided by the number of micro-batches. So work times share is still the part of one micro-batch.
 
         Args:
             works: the works (FLOPs and bytes) of the micro-batch in this kind of layer, by verb.
@@ -349,12 +349,12 @@ def _used(plan: Plan, deep: Plan) -> dict[str, int]:
 
 
 def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
-    """Return the bytes, by memory, that `declared` would take beside pages of weights if it had the layers of `facts`.
+    """Return the bytes, by memory, that a plan takes beside its pages of weights, computed for another plan's layers.
 
     Args:
-        facts: a plan with the machine and batch of `declared`. It only tells the layers: anything declared in it is
-            ignored.
-        declared: the plan whose declarations are counted; it may have another number of layers.
+        facts: the other plan, with the same machine and batch. Only its layers count: anything that a policy declared
+            in it is ignored.
+        declared: the plan in which a policy declared its use of memory; it may have another number of layers.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}
     for pool in (*declared.weights.resident, *declared.weights.pools):
@@ -367,7 +367,7 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
 
 
 def _at_depth(declared: Declared, layers: int) -> Declared:
-    """Return declarations for another number of layers, with the same share of the KV cache on the accelerator."""
+    """Return what a policy declared, for another number of layers; the accelerator's share of the KV cache stays."""
 
     here: Role = "accelerator"
 

@@ -1,7 +1,7 @@
 """Packs a JSON value and columns of numbers into base64 text, which a page holds and its scripts unpack.
 
-Compressed with zlib are: four bytes with the length of the JSON value, the JSON value, and the columns. In the JSON
-value, `{"column": type, "at": first byte, "length": number of items}` stands for a column. All numbers are
+The data compressed with zlib are four bytes with the length of the JSON value, the JSON value, and the columns. In the
+JSON value, `{"column": type, "at": first byte, "length": number of items}` stands for a column. All numbers are
 little-endian, and every column begins at a multiple of 8 bytes.
 """
 

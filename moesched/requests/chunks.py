@@ -72,8 +72,8 @@ def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) ->
     """Return, for each micro-batch of continuous batching, a chunk of prompts that takes the most memory in one step.
 
     The chunk has `most` tokens, in equal parts of the prompts of all requests. In a step, at most one prompt has tokens
-    from earlier steps: the first request's prompt is taken for this one. Its part starts at `longest`, since it cannot
-    have more earlier tokens. All other parts start at 0.
+    from earlier steps. This is assumed to be the first request's prompt, with the largest possible number of earlier
+    tokens, `longest`; the other prompts have none.
 
     Args:
         places: the requests of each micro-batch.

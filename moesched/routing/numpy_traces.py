@@ -40,7 +40,7 @@ def parse_npy(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
 def parse_npz(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
     """Parse an .npz file: moesched's trace, or arrays of vLLM, one for each request.
 
-    A file of exactly two arrays, named as in `SPLIT`, holds one request: its prompt and its generated tokens.
+    A file with just the arrays `prompt_routed_experts` and `routed_experts` holds one request: prompt, then answer.
 
     Args:
         where: name of the file, for error messages.

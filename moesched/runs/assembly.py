@@ -82,8 +82,8 @@ def assemble(
         tokens: stop tokens, and the callback for new tokens.
         steps: number of steps to run; by default all of the plan's batch.
         age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
-        chosen: takes a `post_attention` task, and returns how many of the task's tokens each chosen expert gets, in any
-            order. None on hardware, and in a simulation whose tasks take their mean time over all choices of experts.
+        chosen: takes a `post_attention` task, and returns how many tokens chose each expert, in any order, no zeros.
+            None on hardware, and in a simulation where a task takes its mean time over all possible choices of experts.
     """
     lanes = make_lanes(rank.plan, kinds)
     engine = make_engine(lanes.values())

@@ -27,9 +27,9 @@ def simulated_decisions(
 ) -> Callable[[Task], Any]:
     """Return a function from which the virtual driver gets the value of a routing or sampling task.
 
-    The value of `route` and `preview_route` is {expert: tokens}, the value of `sample` a list of tokens. Router scores,
-    where the plan requests them, are the routing's own if it is a `ScoresExperts`. Otherwise, and for previews, they
-    are the experts' shares of the micro-batch's choices.
+    The value of `route` and `preview_route` is {expert: tokens}, the value of `sample` a list of tokens. If the plan
+    requests router scores, those of `route` come from `routing` if that is a `ScoresExperts`. All other scores, such as
+    those of previews, are each expert's share of the micro-batch's choices.
 
     Args:
         routing: the experts that tokens choose; by default uniform, with seed 0.
@@ -89,7 +89,7 @@ def rows_of_experts(routing: Routing | None, *, by_step: bool = False) -> RowsOf
 
 
 def _moment(*, by_step: bool) -> Callable[[Task], int]:
-    """Return a function that takes a task, and returns the number of the step for which to ask the routing."""
+    """Return a function from a task to the number that `Routing.choose` gets as `step`: see `simulated_decisions`."""
     return attrgetter("step" if by_step else "generated")
 
 

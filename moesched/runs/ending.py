@@ -12,7 +12,7 @@ _log = Log(__name__)
 
 
 class Ending:
-    """A context around a run that catches an interrupt or an error; `raise_error` raises the error after the report.
+    """A context around a run that catches an interrupt or an error; `raise_error` raises the error later.
 
     Attributes:
         interrupted: whether Ctrl-C or a signal ended the run.

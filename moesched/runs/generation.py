@@ -28,9 +28,9 @@ class TokenHandling(NamedTuple):
     Attributes:
         stop_tokens: ids of tokens, each of which ends its request.
         on_tokens: called with a micro-batch's new tokens as {request: token}; None for no callback.
-        rows_apart: takes a number of rows, and returns whether a row's results are the same to the bit, whatever the
-            other rows are, in decode micro-batches of at most this many rows (`KeepsRowsApart.rows_apart`). None counts
-            as a function that returns False.
+        rows_apart: takes a number of rows. Returns True if, in decode micro-batches of at most this many rows, the
+            other rows change no bit of a row's results (`KeepsRowsApart.rows_apart`). None counts as a function that
+            returns False.
     """
 
     stop_tokens: Collection[int] = ()
@@ -47,7 +47,8 @@ class Generation:
 
     Args:
         tokens: stop tokens, and the callback for new tokens.
-        device: name of the class of the device, whose tokens are checked; empty in a simulation, without a check.
+        device: name of the device's class, for the error if the device returns values that are no tokens; empty in a
+            simulation, where they are not checked.
 
     Attributes:
         tokens: generated tokens by request, with beam search those of the best beam; a stop token is kept.

@@ -220,13 +220,13 @@ class _HardwareRun:
                         closing.push_async_callback(rank.device.aclose)
 
     def _stop_policy(self) -> None:
-        """Raise `Stopped` in a policy that computes without awaiting anything and so keeps `_interrupt` waiting."""
+        """Raise `Stopped` in a policy that awaits nothing, so that the event loop has no turn to call `_interrupt`."""
         if self.began and not self.interrupted:
             _log.warning("interrupted in the policy", line=calling_line())
             raise Stopped
 
     def _interrupt(self, running: asyncio.Task[None]) -> None:
-        """Cancel the coroutine `running` of the run, which then ends once the tasks that have started are over."""
+        """Cancel `running`, the run's asyncio task; the run ends once the engine's tasks that have started are over."""
         self.interrupted = True
         running.cancel()
         if waiting_for := self._driver.describe_running():

@@ -58,7 +58,7 @@ class Listener:
     def estimating(self, done: int, total: int) -> None:
         """Called as the simulations for a prediction's uncertainty band progress; then `ran` is called again.
 
-        done, total: number of simulations that are over, 0 in the first call, and of all.
+        done, total: number of finished simulations, 0 in the first call; and number of all simulations.
         """
 
     def writing(self, trace: Path) -> None:
@@ -118,7 +118,7 @@ class KindMeter:
 
 
 def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
-    """Return the positions of a captured step's tasks with a lane, by ((micro-batch, verb, kind of layer), lane)."""
+    """Return a step's tasks on lanes, as positions in `graph.tasks`, by ((micro-batch, verb, kind of layer), lane)."""
     positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(graph.tasks):
         if graph.lanes[position] >= 0:

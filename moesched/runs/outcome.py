@@ -134,11 +134,11 @@ Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
 def use_of(kind: Callable[..., Use], compared: Compared, *key: str | int) -> Use:
-    """Make a report's entry for router previews or a predictor's answers, made a given number of layers ahead.
+    """Make a report's entry on the accuracy of previews, or of a predictor, for one number of layers ahead.
 
     Args:
         kind: the class of the entry: `PreviewUse` or `ForecastUse`.
-        compared: the counts of forecasts and of experts.
+        compared: the numbers of forecasts, of experts that the router chose, and of those that had been forecast.
         key: the first fields of `kind`: for `ForecastUse` the predictor's name; then the number of layers ahead.
     """
     return kind(*key, *compared, ratio(compared.found, compared.chosen))
@@ -191,7 +191,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         request_times: times of each request's tokens; None if they were not simulated to the end.
         micro_batch_times: times of the tokens of each micro-batch, batch after batch.
         simulated_steps: number of steps that were scheduled and simulated; None if the report is measured. Later steps
-            repeat the last of these (a policy without state of its own schedules them alike), or follow their trend.
+            repeat the last of these (a policy without state of its own schedules them alike), or are extrapolated.
         failure: reason for an early end of the generation; None for a complete one.
         process_bytes: peak resident memory of the process, predicted and measured; None if nothing is known about it.
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.

@@ -70,8 +70,8 @@ class Occupancy(msgspec.Struct):
     """Use of the micro-batches and the KV cache by requests. Each list has one number for each step.
 
     Attributes:
-        starts: time at which the step began, in nanoseconds as `times`: the end of the step before it, or the end of
-            the wait for a request if there was a wait.
+        starts: time at which the step began, on the same clock as `times`. This is the end of the step before or, if
+            there was a wait for a request, the end of that wait.
         times: time at which the step ended; nanoseconds since the first request could run.
         held: tokens that the requests' cache blocks had room for at the end of the step, before ended requests freed
             theirs.
@@ -264,7 +264,7 @@ class Serving:
         )
 
     def _next_rows(self, index: int) -> dict[int, Rows]:
-        """Return the rows of the next step, the step `index`, by micro-batch; empty if no request has any."""
+        """Return the rows of step `index`, of prefill or decode in turn, by micro-batch; empty if there are none."""
         turns: tuple[Phase, Phase] = (
             ("prefill", "decode") if self._before == "decode" else ("decode", "prefill")
         )

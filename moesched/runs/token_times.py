@@ -16,8 +16,8 @@ class RequestTimes(msgspec.Struct, frozen=True):
 
     Attributes:
         first_token_seconds: from the end of loading to the first token; None for a request without tokens.
-        between_tokens_seconds: mean time between two tokens; None for a request with fewer than two.
-        longest_between_tokens_seconds: longest time between two tokens; None as for the mean.
+        between_tokens_seconds: mean time between successive tokens; None for a request with fewer than two tokens.
+        longest_between_tokens_seconds: longest time between successive tokens; None as for the mean.
     """
 
     first_token_seconds: list[float | None]

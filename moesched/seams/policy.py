@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 class Policy(Protocol):
     """Plans a run and schedules its steps.
 
-    Each batch gets a new instance, made with the user's `--set` values as keyword arguments; a class whose
-    `keeps_state` is True has one instance for all batches. The instance submits tasks in program order by verbs:
+    Each batch gets a new instance, made with the user's `--set` values as keyword arguments; only a class with
+    `keeps_state` = True gets one instance for all batches. The instance submits tasks in program order by verbs:
     methods of `Step` that each submit a task and return its handle. The instance may await nothing but these handles.
     If the class has a setting `kv_on_gpu`, the share (0 to 1) of the micro-batches whose KV cache stays on the
     accelerator, the planner searches its values, too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
-    policy sees one accelerator with its share of the model. A class for a pipeline is `Pipelined`, and
-    a class for several machines is `ExpertParallel`.
+    policy sees one accelerator with its share of the model. A class for a pipeline declares that it is one (see
+    `Pipelined`), and so does a class for several machines (see `ExpertParallel`).
     """
 
     def plan(self, plan: Plan) -> None:
@@ -38,7 +38,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Pipelined(Protocol):
-    """A policy class that declares whether it is a pipeline: each of several accelerators has layers of its own.
+    """A policy class that declares whether it is a pipeline, in which each accelerator computes layers of its own.
 
     If `pipelines` is True, the policy sees the whole machine, and its plan has a stage per accelerator.
     """
@@ -62,8 +62,8 @@ class KeepsState(Protocol):
     """A policy class that declares whether an instance serves all batches of a run, one after the other.
 
     If `keeps_state` is True, `plan` is called once for each batch, and the instance's own state lasts from batch to
-    batch. Simulations of such a policy schedule every step and replay none: even after two steps with equal graphs, a
-    step with another graph may follow.
+    batch. Simulations then call the policy for every step. For other policies, if two steps have equal task graphs,
+    they may reuse that graph for later steps; here a later step may still differ.
     """
 
     keeps_state: bool

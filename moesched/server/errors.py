@@ -16,7 +16,7 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ApiError(MoeschedError):
-    """An error that answers a request over HTTP.
+    """An error that is sent as the response to an HTTP request.
 
     Args:
         status: the status code of HTTP.

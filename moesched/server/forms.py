@@ -34,7 +34,7 @@ LOWEST = -9999.0
 
 
 class Whole(NamedTuple):
-    """A whole answer: its text, its scored tokens, and why it ended."""
+    """A whole answer: its text, its tokens with their log probabilities, and the reason why it ended."""
 
     text: str
     tokens: list[Scored]

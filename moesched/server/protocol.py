@@ -80,12 +80,12 @@ class TimedProtocol(H11Protocol):
         self._close()
 
     def pause_writing(self) -> None:
-        """Begin to wait for a client that does not read."""
+        """Start a timer that ends the connection if the client does not read within `write_seconds`."""
         super().pause_writing()
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop waiting: the client has read."""
+        """Stop the timer of `pause_writing`, since the client has read."""
         super().resume_writing()
         _cancel(self._write_timer)
 

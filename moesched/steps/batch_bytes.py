@@ -37,7 +37,7 @@ class BatchBytes(ReadOnly):
 
     Args:
         batch: the requests and their division into micro-batches.
-        chunks: by number of each micro-batch of prefill, the part of the prompts that it takes. Where long prompts are
+        chunks: the prompt tokens of each micro-batch of prefill, by the micro-batch's number. Where long prompts are
             cut, prefill has more micro-batches than decode.
         operations: gives the bytes of the model's data, such as those of a hidden state.
         on_gpu: whether the accelerator is a GPU with a memory of its own.
@@ -138,7 +138,7 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """For each buffer in which a GPU keeps a micro-batch's results from step to step, its number of rows."""
+        """Number of rows of each buffer in which a GPU keeps a micro-batch's results from step to step."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]

@@ -18,9 +18,9 @@ from moesched.steps.model_pages import describe
 class Eviction(Protocol):
     """Chooses the page that a pool evicts to make room for another page; an argument of `Plan.pool`.
 
-    An object orders the pages of one pool in one run; given a class, each pool makes its own object. The methods are
-    called while the policy submits tasks, in program order, and see no clock, so that the same pages are evicted on
-    every machine.
+    An object serves one pool in one run. If `Plan.pool` is given a class, each pool makes an object of its own. The
+    methods are called in program order, while the policy submits tasks. They get no times, so that the same pages are
+    evicted on every machine.
     """
 
     def used(self, page: Page, step: int, tokens: int) -> None:

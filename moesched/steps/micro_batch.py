@@ -93,8 +93,8 @@ class RoutingState:
         owners: the node of each expert, as passed to `assign`; None before that.
         outputs: the blocks of experts' outputs that `combine` reads.
         on_host: outputs that are still on the host; None if the routed rows were not copied there.
-        called: processors ("accelerator", "host") that have a task of a resident expert already; on these, the tasks of
-            further resident experts start with the same call and cost no launch.
+        called: processors ("accelerator", "host") that already have a task of a resident expert. Tasks of more resident
+            experts there join that task's call of the kernel, and so cost no launch.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class MicroBatch:
             fixed batch.
         progress: a number that rises through the step, as the policy calls verbs: `STRIDE` times the layer, plus the
             point reached in the layer (see `steps.verbs.table`).
-        last: the task by which the micro-batch reached this point.
+        last: the task by which the micro-batch reached the point that `progress` gives.
         blocks: the blocks of its data.
         kv: the state of its KV cache.
         routing: the state of its experts in the present layer.

@@ -20,7 +20,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
         experts: number of experts of a layer.
 
     Raises:
-        PolicyError: `placement` is for other nodes, names an expert that does not exist, or leaves one out.
+        PolicyError: `placement` is for another number of nodes, names an unknown expert, or leaves an expert out.
     """
     if len(placement) != nodes:
         raise PolicyError(

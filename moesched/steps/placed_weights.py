@@ -99,7 +99,7 @@ class PlacedWeights(ReadOnly):
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
-        """Let the host compute with pages in the memory where weights are stored: those that stay in no other memory.
+        """Let the host compute, from the memory where weights are stored, with pages that stay in no other memory.
 
         Args:
             memory: the memory where weights are stored.

@@ -51,7 +51,7 @@ class Plan(PlanFacts):
         micro_batches: the numbers of the micro-batches of decode steps, from 0.
         chunks: the micro-batches of prefill; more than `micro_batches` where long prompts are cut.
         operations: FLOPs and bytes of the model's operations, and sizes of their data.
-        stages: the layers of each stage; one without a pipeline.
+        stages: the layers of each pipeline stage; without a pipeline there is one stage with all layers.
         slot_bytes: returns the bytes that a page takes in a slot of the device.
         memories: all memories by name.
         accelerators: the accelerators' memories by stage.
@@ -164,9 +164,9 @@ class Plan(PlanFacts):
 
         Args:
             placement: for each node, the numbers of its experts.
-            centralised: whether attention, router and sampling are on the first node only; by default every node does
-                all three, with equal results. The other nodes then get each layer's routed rows from the first node,
-                which adds up their outputs (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
+            centralised: False if every node computes attention, router and sampling, with equal results. True if only
+                the first node does: it sends each layer's routed rows to the other nodes, and adds up the outputs of
+                their experts (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
 
         Raises:
             PolicyError: the placement is for other nodes or experts, no node holds one of the experts, experts were
@@ -206,7 +206,7 @@ class Plan(PlanFacts):
             replacement: the page that is evicted to make room for another one: the oldest ("ring"), the least recently
                 used ("lru"), or the one that an `Eviction` chooses, given as a class or as an object that no other pool
                 has; with "none", the policy evicts pages itself.
-            filled: pages that are in the pool before the first step; they are loaded after the resident ones.
+            filled: pages that are in the pool before the first step; they are loaded after those given to `keep`.
 
         Raises:
             PolicyError: there is no such memory or rule; the memory has a pool of this name already; or the slots are

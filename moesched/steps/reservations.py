@@ -322,7 +322,7 @@ class Reservations(ReadOnly):
                 yield Reservation(fast, "graphs of kernels", self.sizes.graphs)
 
     def _host_experts(self, declared: Declared) -> Iterator[Reservation]:
-        """Yield reservations for rows of experts on the host, for outputs that come back, and for workspace."""
+        """Yield reservations for experts on the host: their rows, their workspace, and accelerators' hidden states."""
         if not declared.experts_on_host or self._machine.unified:
             return
         prompts = self.sizes.host_prompt_rows(declared.in_flight)

@@ -19,8 +19,8 @@ KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 def role_named(verb: str, name: str, machine: Machine, roles: Sequence[Role] = ROLES) -> Role:
     """Return the role of a memory ("accelerator", "host" or "pinned") that a policy means by a name.
 
-    The name of a unified memory means two roles. The first of them is returned if all roles are allowed. Otherwise, as
-    for a KV cache, the policy has to name the role, since it decides which processor computes attention.
+    The name of a unified memory means two roles. The first of them is returned if all roles are allowed. Otherwise the
+    policy has to give the name of the role: for a KV cache, the role decides which processor computes attention.
 
     Args:
         verb: name of the method that was called, for messages.

@@ -34,8 +34,8 @@ class RunState:
         lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
-        chosen: in a simulation with a given routing, returns how many rows of a task each chosen expert gets; see
-            `RowsOfExperts`.
+        chosen: for a simulation with a given routing, a function that takes a task, and returns the number of rows of
+            each expert that the task's tokens choose; None without a given routing.
 
     Attributes:
         micro_batches: the micro-batches of decode steps.
@@ -48,7 +48,7 @@ class RunState:
         kv_slots: the buffers that `load_kv` fills, of all stages.
         free_activations: free blocks of activations. Where the plan limits the micro-batches that may be within a layer
             in prefill, each micro-batch within a layer takes one block.
-        stride: the number by which `MicroBatch.progress` grows in each step, through all layers and `sample`.
+        stride: the number by which `MicroBatch.progress` grows in a step: `STRIDE` for each layer and for `sample`.
         previews: compares forecasts of the router's choices with its actual choices.
         submit: submits a verb's task to the engine or, if the verb is split into several tasks (see `SplitVerbs`), all
             of them.
@@ -161,8 +161,8 @@ class RunState:
 
         Args:
             ended: numbers of the requests that have ended.
-            rows_apart: tests, for a number of rows, whether a row's result has the same bits in every micro-batch of at
-                most that number of rows.
+            rows_apart: takes a number of rows, and tests whether, in micro-batches of at most this size, the bits of a
+                row's result do not depend on the other rows.
         """
         batches, self.present = self.present, []
         for batch in batches:
@@ -203,7 +203,7 @@ class RunState:
         return hops
 
     def count_pools(self) -> None:
-        """Add the counts of all pools to their logs, if a recorder asks for them."""
+        """Append each pool's counts so far to the pool's log; pools have logs only if a recorder asks for them."""
         for pool in self.plan.weights.pools:
             counts_of(pool).record(self.engine.submitted)
 

@@ -32,7 +32,7 @@ brings back the outputs of the experts there.
 On a machine whose accelerator and host share a memory, the verbs that copy between the two have nothing to move: they
 check and note progress, and return the task that made the data.
 
-Where several nodes share the experts, `assign` says which node runs which, between `route` and `run_expert`.
+Where several nodes share the experts, `assign` comes between `route` and `run_expert`: it says which expert runs where.
 
 In a pipeline a micro-batch and its verbs are at one stage at a time: `pre_attention` of a stage's first layer moves
 the hidden state there. Token ids always come from the host.

@@ -38,7 +38,7 @@ class Works:
 
     Args:
         chosen: takes a task, and returns the number of rows of each expert that its tokens choose, as a simulation's
-            given routing says. If it is None, works are means over tokens that choose experts uniformly.
+            given routing says. If it is None, FLOPs and bytes are the means for tokens that choose uniformly.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
@@ -142,7 +142,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the nanoseconds of this work alone: as computed by the virtual driver, else by the cost model."""
+        """Return the nanoseconds of work that runs alone, from the cost model if the driver has not stored them yet."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)

@@ -82,7 +82,7 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
             "1,2". For an option with keys, such as `settings`, it is a key with its values, such as "ahead=1,2".
 
     Raises:
-        BadInput: as `read_sweep`.
+        BadInput: an option has an empty or impossible value, or a key is missing or given twice.
     """
     given: dict[str, Any] = {}
     for name, items in texts.items():

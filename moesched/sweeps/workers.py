@@ -42,11 +42,11 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 class Workers:
     """Worker processes, each of which runs one simulation at a time; a context manager, which ends them.
 
-    If a process is killed, another one runs its simulation again; after `MOST_DEATHS` kills the simulation has failed.
-    Other simulations are not affected.
+    If a process is killed, another one runs its simulation again; after `MOST_DEATHS` kills the simulation counts as
+    failed. Other simulations are not affected.
 
     Args:
-        found: the objects that the simulations name.
+        found: the models, machines, workloads and other objects that the simulations' inputs name.
         count: number of processes.
     """
 
@@ -164,7 +164,7 @@ def _begin(parent: Connection, found: SweepObjects) -> None:
 
     Args:
         parent: the reading end of the pipe whose closing ends the process.
-        found: the objects that the simulations name.
+        found: the models, machines, workloads and other objects that the simulations' inputs name.
     """
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,8 @@
 """Fast calls of C functions that are made again and again with the same arguments.
 
-A call by ctypes takes 25 µs longer if ctypes's own code has left the processor's caches since the last call, as after a
-kernel that reads many weights. So bound_call.c defines a small callable object; without a C compiler, ctypes is used.
+A call by ctypes takes 25 µs longer if ctypes's own code is no longer in the processor's caches, for example because a
+kernel has read many weights since the last call. So bound_call.c defines a small callable object; without a C compiler,
+ctypes is used.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _make = _compiled()
 def bound_call(function: Any, first: int, second: ctypes.Structure) -> Callable[..., int]:
     """Return a function that calls the C function `function(first, &second)`, and returns its int.
 
-    The returned function takes no arguments. Only if `function` takes four further 64-bit numbers or addresses, the
-    returned function takes these four, and passes them on.
+    The returned function takes no arguments, unless `function` takes four more, which must be 64-bit numbers or
+    addresses: then the returned function takes these four, and passes them on.
 
     Args:
         function: a ctypes function whose `argtypes` begin with two pointers. During a call other Python threads run,

@@ -11,9 +11,10 @@ ROOT = Path("/")
 def groups_of(controller: str, root: Path = ROOT) -> Iterator[Path]:
     """Yield the folder of this process's control group for a controller, then the folder of each enclosing group.
 
-    Control groups of version 1 have a tree for each controller, version 2 has one tree for all. In a container, the top
-    of the visible tree may be the process's own group, while /proc gives the group's path in the host's whole tree.
-    Then only the last folder that is yielded, the top one, exists; it is the folder of the process's own group.
+    Control groups of version 1 have a tree for each controller, version 2 has one tree for all. A container may see
+    only the part of the tree below its own group, while /proc gives the group's path in the host's whole tree. The
+    folders of that path then do not exist, except the last one that is yielded, the top of the tree that the container
+    sees: it is the folder of the process's own group.
 
     Args:
         controller: name of the controller, such as "cpu".

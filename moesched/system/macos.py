@@ -47,5 +47,5 @@ def free_memory(ask: Ask = output_of) -> int | None:
 
 
 def raise_wired_limit(nbytes: int) -> str:
-    """Return the shell command that lets a Mac's GPU wire `nbytes` bytes, until the Mac restarts."""
+    """Return the shell command by which a Mac's GPU may wire (pin) up to `nbytes` bytes, until the Mac restarts."""
     return f"sudo sysctl iogpu.wired_limit_mb={-(-nbytes // MEBIBYTE)}"

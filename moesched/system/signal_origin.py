@@ -17,8 +17,8 @@ RAISE = dis.opmap["RAISE_VARARGS"]
 def came_from_a_signal(error: BaseException) -> bool:
     """Test whether an exception was raised by a signal's handler, rather than by the code that the signal interrupted.
 
-    Handlers written in Python have a frame in the traceback. Python's own handler of Ctrl-C has none: it raises between
-    two instructions, so that the innermost frame does not stand at a `raise` statement.
+    Handlers written in Python have a frame in the traceback. Python's own handler of Ctrl-C has none: the innermost
+    frame is that of the interrupted code, which is not at a `raise` statement.
     """
     if isinstance(error, Stopped):
         return True

@@ -59,7 +59,7 @@ class _Signals:
     def deliver(self, frame: FrameType | None) -> None:
         """Stop the program because of the first signal; no effect if none came or signals are delayed.
 
-        During a module's import, delivery is tried again a little later.
+        A signal that interrupts a module's import is delivered a little later, unless `stopped_by` has set a function.
 
         Args:
             frame: the frame that is interrupted; None if this is a normal call.
@@ -77,7 +77,7 @@ class _Signals:
             self._call_after(INSIST_SECONDS, self._insist)
 
     def forget(self) -> None:
-        """Regard the signal that came as delivered, and stop the timer that repeats the delivery or calls `insist`."""
+        """Mark the first signal as delivered; stop the timer for its next delivery, or for `insist` of `stopped_by`."""
         self._pending = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -72,7 +72,7 @@ def write_json(path: Path, what: str, content: object) -> None:
         what: kind of file, for the error message.
 
     Raises:
-        BadInput: the file cannot be written; nothing is left of it.
+        BadInput: the file cannot be written; no part of it is left, and an existing file is unchanged.
     """
     with whole_file(path, what) as file:
         file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")

@@ -198,7 +198,7 @@ def _served_tokens(device: Device, machine: Machine) -> list[list[int]] | None:
 
 @contextmanager
 def _promised(refusal: type[MoeschedError]) -> Iterator[None]:
-    """Context manager that turns errors of the type `refusal` into AssertionErrors: a device's value is wrong."""
+    """Context manager that raises errors of type `refusal`, which a device's wrong value caused, as AssertionErrors."""
     try:
         yield
     except refusal as wrong:
@@ -206,7 +206,7 @@ def _promised(refusal: type[MoeschedError]) -> Iterator[None]:
 
 
 class _Values:
-    """Observer of a run that collects its tasks, and at the end checks the rows and scores that routers return.
+    """Observer that collects a run's router tasks, and at the end checks the rows and scores that these tasks returned.
 
     A run that failed is checked, too: a wrong value may be the reason.
 

@@ -52,7 +52,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         prompts: number of tokens of each prompt.
         new_tokens: number of tokens to generate for each prompt.
         micro_batch_size: number of requests in a micro-batch.
-        weights: the share of the weights that fits into fast memory beside all else; above 1 there is room to spare.
+        weights: room for weights in the accelerator's memory, relative to all weights; above 1 there is room to spare.
         pages_per_expert: least number of pages into which an expert's weights are divided.
         nodes: number of nodes that share the experts; each is a machine of this kind.
         ends_early: whether the sequences of the first micro-batch end with their second token, so that later steps

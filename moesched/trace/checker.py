@@ -253,7 +253,7 @@ def _counts(file: TraceFile, tasks: list[Event], read: list[_Task]) -> Iterator[
 
 
 def _joins(tasks: list[_Task]) -> Iterator[str]:
-    """Yield a sentence for each join (a task without work); traces should have the tasks before it instead."""
+    """Yield a sentence for each join (a task without work): tasks should depend on the tasks before it instead."""
     for task in tasks:
         if task.args.type == "Join":
             yield f"{task} is a join that was not expanded"

@@ -115,8 +115,9 @@ def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
 def common_shifts(runs: Sequence[TitledRun]) -> list[int]:
     """Return nanoseconds to add to each run's times, so that a step starts at the same time in all runs.
 
-    The step is the first decode step that all runs have; without one, the first step that all have. The first step of a
-    trimmed run may be incomplete and is ignored. Without any common step, all shifts are 0.
+    The step is the first decode step that all runs have; without one, the first step that all have. If a run's earlier
+    steps were dropped from its recording, the first recorded step may be incomplete and is ignored. Without any common
+    step, all shifts are 0.
     """
     starts = []
     for run in runs:

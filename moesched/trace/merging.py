@@ -12,7 +12,7 @@ from moesched.trace.recording import LaneName, Recording, Slice
 def merge_recordings(
     recordings: Mapping[int, Recording], ahead: Mapping[int, Callable[[int], int]]
 ) -> Recording:
-    """Merge the recordings of all nodes; lanes have the ranks of their nodes, and time 0 is the earliest start.
+    """Merge the recordings of all nodes; each lane gets its node's rank, and time 0 is the earliest start of any node.
 
     Args:
         recordings: recordings by rank, each of one engine; a recording's `origin` is its start on its node's clock.

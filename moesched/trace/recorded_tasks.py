@@ -308,9 +308,10 @@ def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample
 
 
 def _lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
-    """Make tasks of zero length one nanosecond long, and delay tasks that would then begin before these tasks end.
+    """Make tasks of zero length one nanosecond long, and delay their successors that would then begin too early.
 
-    Viewers draw no arrows at tasks without length.
+    Viewers draw no arrows at tasks without length. A task's successors are the next task of its lane, and the tasks
+    that depend on it.
 
     Errors of the clock are not repaired, so that checks find them: a task that overlapped another one of its lane, or
     began before the end of a task that it depends on, still does.

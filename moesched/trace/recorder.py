@@ -86,7 +86,7 @@ class Recorder(_RankRecorder):
 class FirstSteps(Recorder):
     """Observer that keeps only the tasks of loading and of the first steps; it is used like `Recorder`.
 
-    Steps are kept until there are enough of them and enough tasks.
+    Further steps are dropped once both `steps` steps and `tasks` tasks are kept.
 
     Args:
         steps: the least number of steps to keep, the prefill included.

@@ -60,8 +60,8 @@ def _candidates(
 ) -> Iterator[tuple[int, Why]]:
     """Yield the index of each task that may have held up the task at `index`, with the reason.
 
-    The caller takes the task that ended last, and the first of several that ended together. An index of -1 stands for
-    none.
+    Of the tasks yielded, the caller takes the one that ended last; if several ended together, the one that was yielded
+    first. An index of -1 stands for no task.
 
     Args:
         on_lane: for each task, the index of the previous task on its lane; -1 if none.
@@ -85,8 +85,8 @@ def _candidates(
 def lacked_room(before: Slice, each: Slice) -> bool:
     """Test whether `each` had to wait for `before` because it overwrites weights that `before` used.
 
-    If `each` moves no weights, it waited for data, and the result is False. The result is also False if `before` moved
-    the same weights: `each` then moves them on from where `before` put them, so it waited for data, too.
+    The result is False if `each` waited for data instead. This is so if `each` moves no weights, or if `before` moved
+    the same weights to the memory from which `each` moves them on.
     """
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))

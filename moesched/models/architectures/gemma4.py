@@ -20,7 +20,7 @@ LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
 
 
 class Heads(msgspec.Struct, forbid_unknown_fields=True):
-    """Number of KV heads and width of a head in one layer; None for the value of the layer's kind of attention."""
+    """Number of KV heads and width of a head in one layer; None for a value as in other layers of its kind."""
 
     num_key_value_heads: int | None = None
     head_dim: int | None = None

@@ -46,7 +46,7 @@ def cell_setting(
         column, row: the cell.
         factors: shares of the peak rates that the machine's profile states; None for the profile's sustained rates,
             which kernels and copies are expected to reach.
-        system: the way in which we simulate the cell; None for the usual way of the row's system.
+        system: the way in which we simulate the cell; None for the way that `SYSTEMS` has for the row's system.
     """
     return setting_of(
         system or SYSTEMS[row.system],

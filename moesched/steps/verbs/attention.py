@@ -141,10 +141,10 @@ class AttentionVerbs(Verbs):
         return self._run(OFFLOAD_KV, layer, batch, None, reads, (cache,))
 
     def _free_activations(self, micro_batch: int) -> Block:
-        """Take a free block of activations within a layer for a micro-batch.
+        """Take a free block of memory for a micro-batch's activations, which it uses until it leaves the layer.
 
         Raises:
-            OverBudget: no block is free, since as many micro-batches as the plan allows are within a layer.
+            OverBudget: no block is free, since as many micro-batches as the plan allows have one.
         """
         free = self._state.free_activations
         if not free:

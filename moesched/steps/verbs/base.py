@@ -175,7 +175,7 @@ class Verbs(StepFacts):
             reads, writes: blocks of data that the task reads and writes in addition to those in the table of verbs.
 
         Returns:
-            the task; where the verb has nothing to do, the task that made the data.
+            the task; if the verb has nothing to do, such as a copy in unified memory, the micro-batch's last task.
         """
         number, kind, submit = verb.number, verb.task, self._submit
         if type(layer) is not int:
@@ -218,7 +218,7 @@ class Verbs(StepFacts):
         return views.show(key, self._state.engine, self._number)
 
     def _enter_layer(self, verb: Verb, batch: MicroBatch, layer: int) -> None:
-        """Have a micro-batch's next verbs use the costs of this layer's kind.
+        """Set the costs of a micro-batch's next verbs to those of this layer's kind.
 
         Raises:
             OutOfOrder: the micro-batch has been through all layers.
@@ -232,8 +232,8 @@ class Verbs(StepFacts):
     def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
         """Return a tuple with the block of the micro-batch's activations within a layer; empty if there is none.
 
-        leaves: whether the micro-batch leaves the layer now. If none of its keys and values are unsaved, its block then
-            is free for another micro-batch.
+        leaves: whether the micro-batch leaves the layer now. The block then becomes free for another micro-batch,
+            unless keys and values in it have yet to be saved.
         """
         block = batch.activations
         if block is None:
@@ -366,12 +366,13 @@ def _submit_kernels(
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
     """Return two lists by verb number: the progress that each verb needs, and the progress after it, both in layer 0.
 
-    For another layer, callers add `STRIDE` times the layer's number. They give -1 as the layer of `embed` and `sample`,
-    which belong to no layer. Since `sample` comes after all layers, its two numbers also include `stride`.
+    For another layer, callers add `STRIDE` times the layer's number. For `embed` and `sample`, which belong to no
+    layer, they use -1 as this number. Since `sample` comes after all layers, its two numbers also include `stride`.
 
     Args:
         stride: the number by which a micro-batch's progress grows in a step.
-        attends: whether the node has attention; if not, the progress of verbs that it lacks is never reached.
+        attends: whether the node computes attention. If not, the verbs that it lacks need the progress `NEVER`, which
+            no micro-batch reaches.
     """
     needed, left = [], []
     for verb in VERBS:

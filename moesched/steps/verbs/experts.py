@@ -71,8 +71,8 @@ class ExpertVerbs(Verbs):
         Submits this task, between `route` and `combine` of the present layer, and returns its handle. Await it for
         {expert: tokens}: a guess of the experts that `route` will choose in `layer`, the later one. The guess does not
         change that choice (speculative expert loading, Eliseev and Mazur 2023). The dense pages of `layer` must be on
-        the accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Reports tell the
-        share of the experts chosen by `route` that had been forecast, for each number of layers looked ahead.
+        the accelerator, and in a pipeline `layer` must belong to the micro-batch's present stage. Of the experts that
+        `route` chose, the run's report has the share that previews had guessed, by number of layers looked ahead.
         """
         batch = self._in_time(PREVIEW_ROUTE, layer, micro_batch)
         if self._state.stage_of[layer] is not batch.stage:
@@ -277,7 +277,7 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """List an expert's output on the host for `load_routed`; if the machine has one memory, also for `combine`."""
+        """Note an output on the host as one for `load_routed` to bring; in unified memory, `combine` reads it, too."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:

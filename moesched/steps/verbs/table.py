@@ -65,11 +65,11 @@ class Verb:
             `needs`. "earlier": `needs`, or the same point of an earlier layer. "unsaved": any from `needs` on, as long
             as new keys and values wait to be moved to the host.
         saved: whether new keys and values must have been moved to the host before the verb.
-        elsewhere: the progress that it needs on a node that runs no attention; None if it cannot be called there.
-        grows: whether its task's FLOPs and bytes grow from step to step with the KV cache.
-        in_layer: whether it belongs to a layer.
-        number: its index in `VERBS`.
-        moves: whether it changes the micro-batch's progress.
+        elsewhere: replaces `needs` on a node that runs no attention; None if the verb cannot be called on such a node.
+        grows: whether the task's FLOPs and bytes grow from step to step with the KV cache.
+        in_layer: whether the verb runs once in each layer, not once in a step.
+        number: the verb's index in `VERBS`.
+        moves: whether the verb changes the micro-batch's progress.
     """
 
     name: str

@@ -81,9 +81,9 @@ def begins_traceback(line: str) -> bool:
 
 
 def endless_line(traceback: Sequence[str], class_line: str) -> str | None:
-    """Return the policy's innermost line in a traceback, as file:line; `class_line` if the policy is not in it.
+    """Return the line, as file:line, in which a policy that does not end was busy; None without a line number.
 
-    Return None if the line's number is unknown.
+    It is the policy's innermost line in a traceback, or `class_line` if the traceback has none of the policy.
 
     Args:
         traceback: lines as `faulthandler` writes them, the innermost frame first.

@@ -96,8 +96,8 @@ class GridReport(msgspec.Struct, frozen=True, kw_only=True):
         trials: number of small cases that were run.
         unfit: number of small cases in which the policy's plan did not fit.
         cases: the results of the grid's cells.
-        unchecked: names of the small cases, cells and ranks in cells that were not checked.
-        reason: the reason why these were not checked; empty if all were.
+        unchecked: names of what was not checked: small cases, cells, or the policy's rank in a cell.
+        reason: the reason why something was not checked; empty if everything was.
         seconds: duration of the check.
     """
 

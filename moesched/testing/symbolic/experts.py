@@ -43,7 +43,7 @@ class Experts:
         return self._with_scores(self._choose(task, hidden))
 
     def chosen(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Return the number of rows of each expert that the first node's router chose; for a node without attention."""
+        """Return, on a node without attention, the number of rows of each expert that the first node's router chose."""
         return self._choose(task, data.read(("normed", task.micro_batch)))
 
     def preview_route(self, task: Task, data: Access) -> Mapping[int, int]:

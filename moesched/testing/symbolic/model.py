@@ -145,7 +145,8 @@ def through_layers(
         cache: the hash of the KV cache, by layer; changed in place.
         where: the hash of the tokens' positions.
         tokens: number of tokens.
-        alone: whether to attend over the new keys and values only, as undivided prompts that join a micro-batch do.
+        alone: True to attend over the new keys and values only, as for whole prompts (no chunks) that join a
+            micro-batch.
     """
     for i in cache:
         dense = symbol("weights", *(page.id for page in layout.dense(i)))
