@@ -7,10 +7,10 @@ than a prediction may be off. It sees neither models nor policies nor budgets. S
 emulated accelerator, a T4 with lower rates; their durations are those of the cost model that the simulation uses: they
 test schedules, not costs.
 
-With coded weights, and for families at published widths, the runs are in rounds: the machine is calibrated as
-`moesched calibrate` does without options, then each policy runs once, and is predicted from that calibration. The
-simulation takes the choices of experts from the run: single sequences of a random model choose the same ones again and
-again. The error is the median over the rounds.
+With coded weights, and for families at published widths, the runs are in rounds: the machine is calibrated thoroughly,
+then each policy runs three times, and is predicted from that calibration. The simulation takes the choices of experts
+from the run: single sequences of a random model choose the same ones again and again. The error is the median over the
+rounds, and a round has the median of its three runs.
 
 Runs during which other processes took more than a tenth of a core are done again, up to three times as many in all. So
 are runs of settings `disk-...` with memory, the disk or the cores at another rate than at calibration, as others on a
@@ -62,6 +62,8 @@ PREDICTED = "predicted "
 """Before the name of a measure, in the figures of a run in rounds."""
 WHEN = ("before", "after", "before_calibration", "after_calibration")
 """The readings of a rate for a run; the last two in rounds."""
+RUNS = 3
+"""Of a policy in a round; their medians count."""
 LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 """No schedule, and schedules for several nodes, which on one are what `resident` is."""
 
@@ -114,11 +116,12 @@ def in_rounds(
         nonlocal machine
         progress.print("calibrating for the next round")
         before = in_turn.rates()
-        machine = calibrate_machine()
+        machine = calibrate_machine(thorough=True)
         return {name: (before[name], rate) for name, rate in in_turn.rates().items()}
 
     def measured(case: Case) -> Figures:
-        figures = bench.measure(case)
+        runs = [bench.measure(case) for _ in range(RUNS)]
+        figures = {name: median(each[name] for each in runs) for name in runs[0]}
         predicted = bench.predict(case, machine)
         return figures | {f"{PREDICTED}{each}": predicted[each] for each in MEASURES}
 
