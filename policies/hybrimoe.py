@@ -39,7 +39,7 @@ class _Gain(NamedTuple):
 
 
 class HybriMoE(LayerByLayer):
-    """Divides experts between host and accelerator, prefetches those that save most time, and evicts by router score.
+    """Divides experts between host and accelerator, prefetches the best ones, evicts by router score.
 
     A preview runs a later layer's router early, to forecast the layer's experts. A prefetch that is wrong or late saves
     no time, and delays the copies of the layers in between. So the gain of a prefetch is multiplied by the chance that

@@ -16,7 +16,7 @@ from .twiddler import VISITORS, Twiddler
 
 
 class TwiddlerMakespan(Twiddler):
-    """Keeps popular experts on the accelerator, as `twiddler` does; decides jointly where a layer's other experts run.
+    """Keeps popular experts on the accelerator; decides jointly where a layer's other experts run.
 
     Fetches, kernels and CPU experts overlap, and share the host's memory. A resident expert may also run on the CPU, if
     the host's memory has its weights. The settings are those of `twiddler`.
