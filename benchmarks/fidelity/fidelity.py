@@ -15,13 +15,13 @@ rounds, and a round has the median of its three runs.
 Runs during which other processes took more than a tenth of a core are done again, up to three times as many in all. So
 are runs of settings `disk-...` with memory, the disk or the cores at another rate than at calibration, as others on a
 shared host slow them down by the minute, and errors would be the host's. All cores read memory and multiply, and the
-device reads the disk, for a moment before and after each run, and between the steps of a thorough calibration, or
-before and after another one. A run is done again if the two readings of a rate and those of its calibration, of a
-thorough one the middle reading, differ by more than a tenth. A thorough calibration during which a rate changed is made
-again, up to twice; the one with the largest share of one rate counts. If the rates do not come back, the last ones of
-the runs that others disturbed least are kept, and their figures say so. No run is chosen by its result: only the load
-of others and these rates decide. The result file has all runs, also the repeated ones. Ctrl-C ends a setting's runs;
-those so far count once each policy has run.
+device reads the disk, for a moment before and after each run, and between the steps of a calibration for all runs, or
+before and after that of a round. A run is done again if the two readings of a rate and those of its calibration, of one
+for all runs the middle reading, differ by more than a tenth. A calibration for all runs during which a rate changed is
+made again, up to twice; the one with the largest share of one rate counts. If the rates do not come back, the last ones
+of the runs that others disturbed least are kept, and their figures say so. No run is chosen by its result: only the
+load of others and these rates decide. The result file has all runs, also the repeated ones. Ctrl-C ends a setting's
+runs; those so far count once each policy has run.
 
 Three things come of it:
 
@@ -35,7 +35,7 @@ Three things come of it:
   simulator would choose. Policies with the same schedule count once, with all their runs.
 
 Settings that are not measured stay in the result file. Each takes about five minutes where others leave the machine
-alone.
+alone, and one in rounds as long for each round.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PREDICTED = "predicted "
 WHEN = ("before", "after", "before_calibration", "after_calibration")
 """The readings of a rate for a run; the last two in rounds."""
 RUNS = 3
-"""Of a policy in a round; their medians count."""
+"""Number of runs of a policy in a round; their medians count."""
 LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 """No schedule, and schedules for several nodes, which on one are what `resident` is."""
 
@@ -279,7 +279,7 @@ BENCHMARK = Benchmark(
     tables=tables,
     parts=SETTINGS,
     rounds=5,
-    rounds_help="undisturbed runs of each policy",
+    rounds_help="undisturbed runs of each policy, or rounds of three",
     keeps_parts=True,
     replaces=("prediction",),
 )

@@ -41,7 +41,8 @@ def replay_recording(
     Args:
         durations: nanoseconds of each task; by default as recorded.
         works: instead of durations, each task's `Work`: its time when it runs alone, and its shares of resources.
-        handovers: whether to include the mean times between tasks.
+        handovers: whether tasks start later by the mean times that the run took, for tasks of their kind, to submit
+            them and to wake their lanes (see `moesched.analysis.handovers`).
 
     Raises:
         BadInput: the recording cannot be of a run, since a task depends on one that was submitted after it, or the

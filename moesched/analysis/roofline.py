@@ -28,7 +28,10 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
         variant: label in the picture, such as "int4" or "N = 512".
         intensity: FLOPs per byte accessed in the memory of the upper level (the accelerator), and in that of the lower
             level (the host, or a disk).
-        first_turning_point, second_turning_point, balance_point: FLOP/byte in the lower level's memory (Eqs. 9 to 11).
+        first_turning_point: FLOP per byte of the lower memory up to which fetching its data never pays (Eq. 9 of
+            MoE-Lightning, as the equations below).
+        second_turning_point: FLOP per byte of the lower memory above which the link is no limit (Eq. 10).
+        balance_point: FLOP per byte of the lower memory at which link and upper memory limit equally (Eq. 11).
         fetched: bound in FLOP/s on the upper level, with data from the lower level (Eq. 7).
         in_place: bound in FLOP/s on the lower level (Eq. 8); None if the lower level has no processor.
         better: name of the memory of the level that computes faster.

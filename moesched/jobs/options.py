@@ -192,7 +192,7 @@ class TransportOptions(Options):
 
 
 class ProcessesOptions(TransportOptions):
-    """Option for processes of this machine that share a model."""
+    """Option for the number of processes on this machine among which a model's experts are divided."""
 
     nodes: Annotated[
         int | None,

@@ -23,7 +23,7 @@ _LEVEL = 6
 
 
 class Columns:
-    """Collects the columns of a page's data."""
+    """Collects columns of numbers for the data of an HTML report, as `pack` stores them."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

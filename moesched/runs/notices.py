@@ -58,7 +58,7 @@ class Notices:
         self._submit(notice, step)
 
     async def take(self, step: int) -> Notice:
-        """Wait for the first node's notice before the step `step`, and return it."""
+        """Wait for the notice (the rows of step `step`) that the first node sends, and return it."""
         await self._submit(None, step)
         return self._came.popleft()
 

@@ -42,7 +42,7 @@ class Whole(NamedTuple):
 
 
 class FirstFields(NamedTuple):
-    """The first fields of each JSON object of an answer."""
+    """Fields that are the same in each JSON object of an answer, and come first: id, creation time and model."""
 
     id: str
     created: int

@@ -129,9 +129,9 @@ class TimedProtocol(H11Protocol):
             self.flow.resume_reading()
 
     def _expect_request(self) -> None:
-        """Start the request timer while a request, or the rest of one, is still to arrive; else stop it.
+        """Start the request timer while a first request, or the rest of a request, is still to arrive; else stop it.
 
-        On an idle connection uvicorn's own timer limits the wait for a further request; the request timer stops then.
+        Between two requests of a connection, uvicorn's own timer limits the wait, so the request timer is stopped.
         """
         under_way = self._lingering.drops or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not under_way or self.timeout_keep_alive_task is not None:

@@ -195,7 +195,7 @@ class MicroBatch:
 
     @property
     def embeds(self) -> tuple[int, ...] | Rows:
-        """Operands of the `embed` task: requests' numbers or, in continuous batching, the step's rows."""
+        """Operands of the `embed` task: indices of requests or, in continuous batching, the requests and new tokens."""
         return self.requests if self.served is None else self.served
 
     def keep(self, requests: tuple[int, ...]) -> None:
