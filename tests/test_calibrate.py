@@ -65,6 +65,7 @@ QUICKEST = CalibrationExtent(
         copies=(4096,),
         reads=(4096, 8192),
         pieces=(1, 2),
+        pauses=1,
         stream=1 << 16,
         scratch=1 << 24,
     ),
@@ -197,6 +198,7 @@ def test_a_thorough_calibration_measures_both_dtypes(tmp_path: Path) -> None:
     assert machine.contention
     for operation in ("read", "disk->host"):
         assert {point.rows for point in machine.cost_table if point.operation == operation} == {1, 2}
+    assert {"await", "resume disk->host"} <= {point.operation for point in machine.cost_table}
     assert not any(point.scaled_from for point in machine.cost_table)
     assert "calibrated thoroughly" in machine.description and "scaled" not in machine.description
     assert predicts(machine, "bfloat16") and predicts(machine, "float32")

@@ -152,6 +152,16 @@ def test_an_await_takes_the_time_from_routing_to_the_first_expert_but_not_that_o
     assert (found["dispatch"], found["await"]) == (0.25, 0.75)
 
 
+def test_an_await_is_timed_by_the_tasks_that_are_submitted_until_the_next_await() -> None:
+    times = TaskTimes()
+    for step in (1, 2):
+        few = [task("route", 0, 1, step=step), task("run_expert", 2, 3, step=step)]
+        many = [task("route", 3, 4, step=step), *(task("run_expert", 6, 7, step=step) for _ in range(4))]
+        times.add_resident(FEW, [*few, *many])
+    awaits = {point.rows: point.seconds for point in times.points() if point.operation == "await"}
+    assert awaits == {2: 1, 4: 2}
+
+
 def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -> None:
     times = TaskTimes()
     tasks = []

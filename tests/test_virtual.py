@@ -102,10 +102,10 @@ def test_a_reader_starts_at_the_moment_at_which_its_writer_ends() -> None:
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-def test_what_a_policy_submits_after_an_await_starts_later_by_the_time_that_the_await_takes(
+def test_what_a_policy_submits_after_an_await_starts_later_by_a_time_for_the_number_of_tasks(
     sharing: bool,
 ) -> None:
-    clock = Clock("gpu", "link", after_await=500_000_000, sharing=sharing)
+    clock = Clock("gpu", "link", after_await=lambda tasks: tasks / 4, sharing=sharing)
 
     async def policy() -> None:
         routed = clock.engine.submit(clock.kernel("gpu", 2, "route"))

@@ -64,6 +64,8 @@ WHEN = ("before", "after", "before_calibration", "after_calibration")
 """The readings of a rate for a run; the last two in rounds."""
 RUNS = 3
 """Number of runs of a policy in a round; their medians count."""
+Results = tuple[dict[str, Taken], dict[str, Any]]
+"""The runs of each case, and entries of the result file that follow from them."""
 LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 """No schedule, and schedules for several nodes, which on one are what `resident` is."""
 
@@ -81,18 +83,9 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         fit = [name for name in cases if name not in left_out]
         if not bench.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(cases[fit[0]])
-        with bench.rates() as measured_rates:
-            chosen = {name: cases[name] for name in fit}
-            if bench.setting.observed:
-                taken, rates = in_rounds(bench, chosen, repeats, measured_rates), {}
-                policies = [result_of_rounds(name, taken[name]) for name in fit]
-            else:
-                measures = {name: partial(bench.measure, case) for name, case in chosen.items()}
-                in_turn = InTurn(measures, repeats, measured_rates)
-                machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
-                taken, rates = in_turn.taken(), in_turn.calibration_rates
-                predicted = {name: bench.predict(case, machine) for name, case in chosen.items()}
-                policies = [policy_result(name, taken[name], predicted[name], rates) for name in fit]
+        way = in_rounds if bench.setting.observed else in_turn
+        with bench.rates() as rates:
+            taken, further = way(bench, {name: cases[name] for name in fit}, repeats, rates)
     runs = [each for done in taken.values() for each in done.kept]
     return {
         **described(bench),
@@ -100,24 +93,39 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         "most_other_cores": round(max(each.others for each in runs), 2),
         "wall_seconds": round(sum(each.figures["wall"] for each in runs), 1),
         "left_out": left_out,
-        **{f"calibration_{name}": rates[name] for name in rates},
+        **further,
+    }
+
+
+def in_turn(
+    bench: Bench, cases: Mapping[str, Case], repeats: int, rates: Mapping[str, Callable[[], float]]
+) -> Results:
+    """Runs of all cases in turn, predicted from one calibration, with the order of the policies."""
+    measures = {name: partial(bench.measure, case) for name, case in cases.items()}
+    turns = InTurn(measures, repeats, rates)
+    machine = bench.machine if bench.emulated else calibrate_in_turn(turns, repeats)
+    taken, calibrated = turns.taken(), turns.calibration_rates
+    predicted = {name: bench.predict(case, machine) for name, case in cases.items()}
+    policies = [policy_result(name, taken[name], predicted[name], calibrated) for name in cases]
+    return taken, {
+        **{f"calibration_{name}": calibrated[name] for name in calibrated},
         "policies": [{key: each[key] for key in each if key != "runs"} for each in policies],
-        **({} if bench.setting.observed else {"ranking": rankings(policies)}),
+        "ranking": rankings(policies),
     }
 
 
 def in_rounds(
     bench: Bench, cases: Mapping[str, Case], repeats: int, rates: Mapping[str, Callable[[], float]]
-) -> dict[str, Taken]:
+) -> Results:
     """Runs of all cases in rounds, each predicted from the round's calibration."""
     machine = bench.machine
 
     def calibrate() -> Rates:
         nonlocal machine
         progress.print("calibrating for the next round")
-        before = in_turn.rates()
+        before = rounds.rates()
         machine = calibrate_machine(thorough=True)
-        return {name: (before[name], rate) for name, rate in in_turn.rates().items()}
+        return {name: (before[name], rate) for name, rate in rounds.rates().items()}
 
     def measured(case: Case) -> Figures:
         runs = [bench.measure(case) for _ in range(RUNS)]
@@ -126,8 +134,9 @@ def in_rounds(
         return figures | {f"{PREDICTED}{each}": predicted[each] for each in MEASURES}
 
     measures = {name: partial(measured, case) for name, case in cases.items()}
-    in_turn = InTurn(measures, repeats, rates, begin=calibrate)
-    return in_turn.taken()
+    rounds = InTurn(measures, repeats, rates, begin=calibrate)
+    taken = rounds.taken()
+    return taken, {"policies": [result_of_rounds(name, taken[name]) for name in cases]}
 
 
 def result_of_rounds(name: str, taken: Taken) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
             product with a large coded (quantised) matrix takes a tenth of a second in float32.
         copies, reads: bytes of each copy and of each read from the disk.
         pieces: numbers of reads in one transfer.
+        pauses: number of reads after a pause in each round.
         stream: bytes of a pass over memory.
         scratch: bytes of the file that is read.
     """
@@ -41,6 +42,7 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
     copies: tuple[int, ...] = (1 << 14, 1 << 20, 1 << 24)
     reads: tuple[int, ...] = tuple(1 << power for power in (16, 18, 20, 22, 24, 25))
     pieces: tuple[int, ...] = (1, 2, 8)
+    pauses: int = 25
     stream: int = 256 << 20
     scratch: int = 512 << 20
 

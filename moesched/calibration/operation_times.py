@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from moesched.calibration.extent import CODED, OperationExtent
 from moesched.calibration.task_times import point
-from moesched.calibration.timing import Call, Step, measure
+from moesched.calibration.timing import Call, Step, measure, measure_after_pause
 from moesched.errors import BadInput
 from moesched.machines import CostPoint
+from moesched.machines.calibrated import RESUME
 from moesched.machines.product_times import PRODUCT, RESIDENT_PRODUCT
 from moesched.models.config import DType
 from moesched.models.stored_formats import STORED_FORMATS
@@ -30,6 +31,10 @@ DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
 LINEAR = "float32"
 """Dtype in which the time of a product with coded weights is linear in its rows, so that few rows suffice."""
 FEW_ROWS = 8
+READ_PAUSE = 0.003
+"""Seconds between a read and the next one when the disk was idle: about the time of a layer without its fetches."""
+PAUSED_READ, COMPUTED = 1 << 20, 1 << 20
+"""Bytes of a read after a pause, and of memory that is read again and again during the pause."""
 SCRATCH_BLOCK = 16 << 20
 
 
@@ -147,7 +152,15 @@ class OperationTimes:
             for nbytes in self._extent.reads
             for pieces in self._extent.pieces
         ]
-        return partial(self._record_times, found)
+        return partial(self._record_times, [*found, self._resumed()])
+
+    def _resumed(self) -> tuple[TimedOperation, float]:
+        """Time reads after pauses in which the processor computes, as it does between the fetches of a policy."""
+        read = self._probe.read(self._scratch, PAUSED_READ, 1)
+        compute = self._probe.stream(COMPUTED)
+        with self._probe.ready():
+            longer = measure_after_pause(read, compute, READ_PAUSE, self._extent.pauses)
+        return TimedOperation(f"{RESUME}{DISK}", 0), max(0.0, longer)
 
     def _products(
         self, dtype: str, matrix: tuple[int, int], stored: str = "", *, packed: bool = False

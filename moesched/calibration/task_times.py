@@ -15,6 +15,7 @@ from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
 from moesched.machines.calibrated import (
     AWAIT,
+    CACHED,
     CACHED_EXPERT,
     COMBINE_WITHIN,
     DISPATCH,
@@ -29,8 +30,6 @@ from moesched.tasks import PageTransfer, Task
 from moesched.work import Work, WorkPart
 
 LEAST_SECONDS = 1e-6
-CACHED = "cached "
-"""Prefix of the names of operations on weights that were fetched for an earlier task."""
 WITHOUT_WEIGHTS = ("attention", "combine")
 """Verbs within a layer that use no weights."""
 
@@ -89,7 +88,8 @@ class TaskTimes:
         self._works: dict[Group, Work] = {}
         self._used: dict[Group, list[int]] = {}
         self._alone: dict[TaskKey, list[float]] = {}
-        self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: [], AWAIT: []}
+        self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
+        self._awaits: dict[int, list[float]] = {}
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, run: RunKey, tasks: Sequence[Task]) -> None:
@@ -114,13 +114,15 @@ class TaskTimes:
         self._add_awaits(tasks)
 
     def _add_awaits(self, tasks: Sequence[Task]) -> None:
-        """Record the seconds from the end of each `route`, which the policy awaits, to the first expert's start."""
-        in_order = sorted(tasks, key=lambda task: task.start)
-        self._gaps[AWAIT] += [
-            (after.start - before.end) / 1e9
-            for before, after in pairwise(in_order)
-            if (before.verb, after.verb) == ("route", "run_expert")
-        ]
+        """Record the seconds from the end of each `route`, which the policy awaits, to the first expert's start.
+
+        They are grouped by the number of tasks that the policy then submits, coarsely rounded.
+        """
+        submitted = _submitted_after(tasks)
+        for before, after in pairwise(sorted(tasks, key=lambda task: task.start)):
+            if (before.verb, after.verb) == ("route", "run_expert"):
+                number = _half_octave(submitted[before.id])
+                self._awaits.setdefault(number, []).append((after.start - before.end) / 1e9)
 
     def add_fresh(self, run: RunKey, tasks: Iterable[Task]) -> None:
         """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
@@ -207,9 +209,12 @@ class TaskTimes:
             found.setdefault((each.operation, each.dtype, each.rows, each.size), []).append(each.seconds)
         points = [point(*key, median(seconds)) for key, seconds in sorted(found.items())]
         between = {name: median(gaps) for name, gaps in self._gaps.items() if gaps}
-        if AWAIT in between:  # the dispatch of the next task counts apart
-            between[AWAIT] -= between.get(DISPATCH, 0.0)
-        return points + [point(name, "", 1, 0, seconds) for name, seconds in between.items()]
+        points += [point(name, "", 1, 0, seconds) for name, seconds in between.items()]
+        dispatch = between.get(DISPATCH, 0.0)  # counts apart
+        return points + [
+            point(AWAIT, "", number, 0, median(gaps) - dispatch)
+            for number, gaps in sorted(self._awaits.items())
+        ]
 
     def speeds(self) -> dict[str, list[float]]:
         """Return the speeds of tasks in all runs, by class of work, relative to the median speed of equal tasks."""
@@ -358,10 +363,25 @@ def _is_cached_expert(task: Task) -> bool:
     return task.verb == "run_expert" and task.work.parts[0].operation == CACHED_EXPERT
 
 
+def _submitted_after(tasks: Iterable[Task]) -> dict[int, int]:
+    """Return, by the id of each awaited task, the number of tasks that the policy submits until it awaits another one.
+
+    A policy of a calibration awaits `route` tasks, and the last task of each step.
+    """
+    last = {task.step: task.id for task in sorted(tasks, key=lambda task: task.id)}
+    awaited = sorted({*last.values(), *(task.id for task in tasks if task.verb == "route")})
+    return {each: following - each for each, following in pairwise(awaited)}
+
+
+def _half_octave(number: float) -> int:
+    """Round to the nearest power of the square root of 2, and that to a whole number."""
+    return round(2 ** (round(2 * log2(number)) / 2))
+
+
 def _group(run: RunKey, task: Task, weights: str) -> Group:
     model, dtype, batch = run
     if task.verb == "run_expert":
-        rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
+        rows = _half_octave(task.work.tokens)
         return Group(model.name, dtype, batch, task.verb, weights, rows, False)
     if task.verb in ("embed", "sample", *WITHOUT_WEIGHTS):
         weights = ""

@@ -81,7 +81,31 @@ def measure(call: Call, seconds: float, least: int = 5) -> float:
     times: list[float] = []
     end = perf_counter() + seconds
     while len(times) < least or perf_counter() < end:
-        start = perf_counter()
-        call()
-        times.append(perf_counter() - start)
+        times.append(timed(call))
     return median(times)
+
+
+def measure_after_pause(call: Call, pause: Call, seconds: float, repeats: int) -> float:
+    """Return the median seconds by which a call takes longer after a pause than right after another call.
+
+    Args:
+        pause: called until the pause has lasted long enough.
+        seconds: the length of a pause.
+        repeats: number of pairs of calls that are compared.
+    """
+    longer: list[float] = []
+    for _ in range(repeats):
+        call()
+        after_call = timed(call)
+        end = perf_counter() + seconds
+        while perf_counter() < end:
+            pause()
+        longer.append(timed(call) - after_call)
+    return median(longer)
+
+
+def timed(call: Call) -> float:
+    """Return the seconds that a call takes."""
+    start = perf_counter()
+    call()
+    return perf_counter() - start

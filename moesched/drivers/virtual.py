@@ -38,8 +38,8 @@ class VirtualDriver:
         observers: objects whose method `ended` is called with every task that ran, when the task ends.
         delays: by lane, a function of (task, time now) that gives the extra nanoseconds which a task of that lane
             takes.
-        after_await: nanoseconds that a policy needs to go on once an awaited task has ended; the tasks that it submits
-            then start later by this time.
+        after_await: a function from a number of tasks to the seconds that a policy needs to submit them once an awaited
+            task has ended; they start later by this time. None for no time.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class VirtualDriver:
         perform: Mapping[type[Task], Perform] | None = None,
         observers: Sequence[Observer] = (),
         delays: Mapping[Lane, Delay] | None = None,
-        after_await: int = 0,
+        after_await: Callable[[int], float] | None = None,
     ) -> None:
         # Engines know the clock and not the driver: so a run's tasks are freed without a collection.
         self._clock = clock = _Clock()
@@ -98,10 +98,10 @@ class VirtualDriver:
         advance = self._advance_shared if self._sharing else self._advance_alone
         with no_garbage_collection():
             while True:
+                self._late = 0
                 while ready:
                     run = ready.popleft()
-                    self._late = 0 if run.awaited is None else self._after_await
-                    run.resume()
+                    self._resume(run)
                     if run.done:
                         self._rendezvous.leave(run.rank, run.error)
                     elif run.awaited is not None:
@@ -118,6 +118,16 @@ class VirtualDriver:
                 ready.extend(task.waiter for task in self._awaited)
                 self._awaited.clear()
         return results_of(runs)
+
+    def _resume(self, run: PolicyCoroutine) -> None:
+        """Resume a coroutine. If it has awaited a task, the tasks that it now submits start later."""
+        if run.awaited is None or self._after_await is None:
+            run.resume()
+            return
+        engine = self._engines[run.rank]
+        before = engine.submitted
+        run.resume()
+        self._late = max(self._late, round(self._after_await(engine.submitted - before) * 1e9))
 
     def _advance_alone(self) -> None:
         """Run tasks, each at full speed, until a handle that a policy awaits has settled, or no task is left."""

@@ -17,7 +17,7 @@ from moesched.machines.machine import (
 )
 from moesched.machines.product_times import RESIDENT, CodedCosts, ProductTimes
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
-from moesched.machines.surfaces import Surface
+from moesched.machines.surfaces import Curve, Surface
 from moesched.machines.sustained import Levels
 from moesched.models.config import ITEM_BYTES
 from moesched.models.tensor_sizes import COLUMNS
@@ -26,12 +26,17 @@ from moesched.work import Demand, Work, WorkPart
 CACHE_WRITING = "offload_kv"
 """Kind of the works that write to the KV cache on the host."""
 DISPATCH, HOP, AWAIT = "dispatch", "hop", "await"
+RESUME = "resume "
+"""Beginning of the names of operations that have the extra time of a transfer on a link which was idle."""
+PAUSE_SECONDS = 0.001
+"""Least time without a transfer after which a link counts as idle."""
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 WITHIN = " within post_attention"
 """End of the names of operations that are parts of a task `post_attention`, which is one call of the native kernels."""
 ROUTE_WITHIN, COMBINE_WITHIN = f"route{WITHIN}", f"combine{WITHIN}"
-CACHED_EXPERT = "cached expert"
-"""Operation of an expert that was fetched for an earlier task."""
+CACHED = "cached "
+"""Beginning of the names of operations on weights that were fetched for an earlier task."""
+CACHED_EXPERT = f"{CACHED}expert"
 ON_WEIGHTS = ("pre_attention", "route", ROUTE_WITHIN, "sample", "expert", CACHED_EXPERT, "experts")
 WITHIN_A_CALL = (ROUTE_WITHIN, "experts")
 """Operations on weights that share one call of the native kernels with others."""
@@ -39,9 +44,14 @@ MOST_FEW_ROWS = 16
 """Most rows with which a product is still bound by reading its weights, and so uses most of the memory bandwidth."""
 
 
-def seconds_after_await(machine: Machine) -> float:
-    """Return the seconds from the end of an awaited task until a task that the policy then submits can start."""
-    return next((point.seconds for point in machine.cost_table if point.operation == AWAIT), 0.0)
+def seconds_after_await(machine: Machine) -> Curve | None:
+    """Return a function from a number of tasks to the seconds by which they start later if a policy awaits before them.
+
+    The result is None if the machine's awaits were not measured. A policy submits one task after the other, and tasks
+    start when it is done.
+    """
+    points = [(point.rows, point.seconds) for point in machine.cost_table if point.operation == AWAIT]
+    return Curve(points) if points else None
 
 
 class Calibrated:

@@ -195,8 +195,9 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         operation: name as in `WorkPart.operation`. A machine with a GPU also has "product" for a matrix product, and
             "dispatch KIND" for the time to start a task whose `Work.kind` is KIND. Other machines also have "dispatch",
-            the time from the end of a task to the start of the next one on its lane, and "await", the time by which the
-            next task starts later if the policy submits it only after awaiting the task before.
+            the time from the end of a task to the start of the next one on its lane, and "await", the time by which
+            tasks start later if the policy submits them only after awaiting the task before. "resume LINK" is the time by
+            which a transfer on a link takes longer if the link was idle for some milliseconds before.
         size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
             attention, bytes of cache of one sequence in one KV head.
         seconds: time of the operation. A dispatch on the GPU has the time of the whole task. A dispatch on the host or
@@ -205,7 +206,7 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         format: storage format of coded (quantised) weights; empty for plain weights.
         rows: number of rows that are multiplied with the weights; for reads or transfers, number of pieces or pages;
             for a decode step's attention, number of KV heads; for a task's dispatch, number of its calls of experts
-            or attention.
+            or attention; for an await, number of tasks that the policy then submits.
         resource: the processor or link of the measurement; empty on a machine with one processor.
         scaled_from: dtype whose measured time was scaled to this one; empty if this time was measured.
     """

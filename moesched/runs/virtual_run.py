@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from moesched.drivers.resumed_links import resumed_link_delays
 from moesched.drivers.validation import new_engine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.drivers.wired_memory import wired_memory_delays
@@ -17,7 +18,7 @@ from moesched.runs.decisions import simulated_decisions
 from moesched.runs.generation import TokenHandling
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.watched import Watched, closed_at_end, observers_of
-from moesched.seams import Observer
+from moesched.seams import Delay, Observer
 from moesched.steps.contention import lanes_contend
 from moesched.steps.works import RowsOfExperts
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
@@ -133,10 +134,15 @@ def virtual_driver(
         sharing=sharing,
         perform=perform,
         observers=observers_of(runs, observers, recorder),
-        delays={
-            lane: delay
-            for each in runs
-            for lane, delay in wired_memory_delays(each.plan, each.run_state.lanes).items()
-        },
-        after_await=round(seconds_after_await(plan.machine) * 1e9),
+        delays=_delays(runs),
+        after_await=seconds_after_await(plan.machine),
     )
+
+
+def _delays(runs: Sequence[Watched]) -> dict[Lane, Delay]:
+    """Return the functions that give tasks extra time, by lane."""
+    delays: dict[Lane, Delay] = {}
+    for each in runs:
+        lanes = each.run_state.lanes
+        delays |= wired_memory_delays(each.plan, lanes) | resumed_link_delays(each.plan.machine, lanes)
+    return delays
