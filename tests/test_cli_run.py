@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 import moesched
 from commands import RUN_KEYS, failed, refused
 from moesched.cli.report_tables import print_report
+from moesched.runs.process_bytes import ProcessBytes
 from moesched.system.plain_text import plain_text
 from moesched.trace import check_trace
 from small_models import SMALL, small_model
@@ -150,6 +151,34 @@ def test_the_number_of_new_tokens_is_that_of_the_texts(
     )
     print_report(msgspec.structs.replace(report, measured=True, tokens=tokens))
     assert re.search(words, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("peak", "said"),
+    [
+        (
+            0,
+            "process: 10 GB predicted at peak: 1 GB weights, KV cache and buffers, 9 GB Python and libraries\n",
+        ),
+        (
+            12_000_000_000,
+            "process: 12 GB predicted at peak, before the first batch; then 10 GB: "
+            "1 GB weights, KV cache and buffers, 9 GB Python and libraries\n",
+        ),
+    ],
+)
+def test_the_parts_of_the_process_add_up_to_what_is_said_of_them(
+    peak: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = moesched.simulate_model(
+        "mixtral-0.8b", machine="t4", policy="resident", workload="mtbench", batch_size=2, gen=4
+    )
+    parts = ProcessBytes(
+        predicted=max(10_000_000_000, peak), measured=None, limit=None,
+        runtime=9_000_000_000, plan=1_000_000_000, allocator=0, kernels=0,
+    )  # fmt: skip
+    print_report(msgspec.structs.replace(report, process_bytes=parts))
+    assert said in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_told_with_its_file(command: Any, tmp_path: Path) -> None:

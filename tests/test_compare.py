@@ -315,6 +315,17 @@ def test_requests_that_arrive_over_time_are_compared_by_the_times_of_requests(
     assert found["total", "throughput", "rate"] == [report["tokens_per_second"] for report in made.values()]
 
 
+def test_a_trace_of_requests_that_arrive_has_no_prefill_and_no_decode_step(
+    command: Any, tmp_path: Path
+) -> None:
+    trace, report = tmp_path / "trace.json", tmp_path / "report.json"
+    job = [*SIMULATE, "--policy", "resident", "--gen", 3, "--arrivals", "poisson:1", "--requests", 3]
+    command(*job, "--trace", trace, "--report", report)
+    said = command("compare", trace, report).out
+    assert "between tokens" in said
+    assert "prefill" not in said and "decode step" not in said
+
+
 def test_both_times_without_loading_count_from_the_first_task(command: Any, tmp_path: Path) -> None:
     early = recording(fetch=1000)
     late = replace(early, slices=[replace(each, start=500, end=1500) for each in early.slices])

@@ -285,6 +285,35 @@ def test_a_slow_exchange_is_the_bottleneck_although_each_rank_has_its_part() -> 
     assert told.saved == pytest.approx(0.48, abs=0.02)
 
 
+def test_a_network_s_time_on_the_critical_path_is_that_of_all_ranks_in_each_figure(
+    command: Any, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    job = (
+        "--machine",
+        "m2-ultra",
+        "--nodes",
+        2,
+        "--network",
+        "10gbe",
+        "--workload",
+        "uniform",
+        "--batch-size",
+        1,
+    )
+    model = ("--model", "mixtral-0.8b", "--policy", "ep_balanced", "--gen", 4)
+    command("simulate", *model, *job, "--trace", trace)
+    told = command("explain", trace, "--json").json
+    found = told["bottleneck"]
+    on_path = [each for each in told["critical_path"] if each["lane"].endswith("network")]
+    assert {each["lane"] for each in on_path} == {"rank 0 network", "rank 1 network"}
+    assert {each["kind"] for each in on_path} == {"all_reduce"}
+    assert found["ranks"] == 2
+    assert found["seconds"] == pytest.approx(sum(each["seconds"] for each in on_path))
+    assert found["kind_seconds"] == pytest.approx(found["seconds"])
+    assert f"bottleneck: all_reduce on {found['lane']} and 1 more, " in command("explain", trace).out
+
+
 def test_nothing_that_ran_cannot_be_explained() -> None:
     with pytest.raises(BadInput, match="the trace has no tasks"):
         explain(run_graph(lambda engine: None, ["gpu"]), ABOUT)

@@ -241,6 +241,21 @@ def test_each_property_can_be_changed_by_value_or_by_factor(change: str, value: 
     assert value(changed(T4, [change]))
 
 
+@pytest.mark.parametrize(
+    ("machine", "processor", "policy"), [("h100", "gpu", "resident"), ("t4", "cpu", "cpu_ffn")]
+)
+def test_a_kernel_s_start_takes_the_changed_time_on_a_machine_with_a_class_of_device(
+    machine: str, processor: str, policy: str
+) -> None:
+    def rate(*changes: str) -> float:
+        made, layout = make_policy(policy), weight_layout(SHAPES["mixtral-0.8b"])
+        plan = plan_run(changed(load_machine(machine), changes), layout, split_batch([8], 3, 1), made)
+        return 1 / simulate(plan, made).step_seconds[1]
+
+    assert rate(f"processor.{processor}.launch_seconds=1s") < 1
+    assert rate() > rate(f"processor.{processor}.launch_seconds=x2") > rate() / 3
+
+
 def test_measured_costs_do_not_follow_from_rates() -> None:
     point = {"operation": "copy", "size": 1, "seconds": 1}
     costs = {"cost_format": COST_FORMAT, "cost_table": [point]}

@@ -219,6 +219,12 @@ def test_files_give_the_figures_of_the_run_that_they_are_of(
     assert (tmp_path / "again.csv").read_bytes() == csv.read_bytes()
 
 
+def test_only_layers_with_experts_have_experts_to_put_on_a_gpu(command: Any) -> None:
+    said = command("profile-routing", "llama-4-maverick", "--routing", "uniform", "--gpu-experts", 3072)
+    assert "llama-4-maverick: 48 layers, 24 of them of 128 experts, top 1; " in said.out
+    assert re.search(r"\n3072 of 3072 +100\.0% +100\.0% +100\.0%\n", said.out)
+
+
 def test_a_generator_needs_no_model_but_its_shape(command: Any, tmp_path: Path) -> None:
     said = command(
         "profile-routing", "mixtral-8x7b", "--routing", "popularity", "--out", tmp_path / "made.csv"

@@ -46,9 +46,10 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
         cause: the reason why the critical path waited in this part, as in `idle_spans.Cause`: "budget" for a full pool,
             for example. "data" and "lane" mean that `lane` itself is too slow.
         kind: the verb that takes most of `seconds`; "policy" or "host" for the time between tasks.
-        kind_seconds: the part of `seconds` that tasks of `kind` on this lane take.
+        kind_seconds: the part of `seconds` that tasks of `kind` take; if a cause is to blame, those on `lane` alone.
         line: the line of the policy whose tasks take most of `seconds`, as file:line; empty if none is known.
-        seconds: time of this part on the critical path.
+        seconds: time of this part on the critical path; of a network, on all ranks.
+        ranks: number of ranks whose lanes `seconds` covers; 1 if a cause is to blame.
         share: `seconds` over the time of the run.
         saved: share of the run's time, from 0 to 1, that a lane twice as fast, or the removal of the cause, would save.
     """
@@ -59,6 +60,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause
     line: str
     seconds: float
+    ranks: int
     share: float
     saved: float
 
@@ -102,15 +104,16 @@ def bottleneck(
         (part, each) for part, each in zip(large, saved, strict=True) if each >= NEARLY * max(saved)
     )
     lane = _most(part.stretches, "lane")
-    on_lane = [each for each in part.stretches if each.lane == lane]
-    kind = _most(on_lane, "kind")
+    blamed = [each for each in part.stretches if part.cause is None or each.lane == lane]
+    kind = _most(blamed, "kind")
     return Bottleneck(
         lane=lane,
         kind=kind,
-        kind_seconds=sum(each.nanoseconds for each in on_lane if each.kind == kind) / 1e9,
+        kind_seconds=sum(each.nanoseconds for each in blamed if each.kind == kind) / 1e9,
         cause=part.cause or _most(part.stretches, "cause"),
         line=_most(part.stretches, "line"),
         seconds=part.nanoseconds / 1e9,
+        ranks=len({each.lane for each in blamed}),
         share=share_of(part.nanoseconds, total),
         saved=share,
     )

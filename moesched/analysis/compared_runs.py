@@ -97,6 +97,8 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
         seconds[phase_of(step.step)].append(step.seconds)
     load, prefill = (next(iter(seconds[phase]), None) for phase in (None, "prefill"))
     decode = seconds["decode"][1:] if recording.trimmed else seconds["decode"]
+    if recording.requests:  # steps have prompts of some requests, tokens of others, and waits for the next
+        prefill, decode = None, []
     whole = (
         summary.steps[-1].end - recording.start / 1e9 if summary.steps else 0.0
     )  # without what ended after it

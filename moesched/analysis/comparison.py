@@ -248,19 +248,22 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
                 if self._foretells(number):
                     cells.append("–" if error is None else f"{error:+,.1f} %")
             lines.append(cells)
-            if (row.section, row.name) == ("total", "prefill") and any(map(_rests_on_rates, self.runs)):
-                lines.append(self._published_prefills(len(cells)))
+            if (row.section, row.name) == ("total", "prefill"):
+                lines += self._published_prefills(row, len(cells))
         return lines
 
-    def _published_prefills(self, columns: int) -> list[str]:
+    def _published_prefills(self, prefills: Row, columns: int) -> list[list[str]]:
         """Return a table row of `columns` cells: how far predicted prefill times usually are from published ones.
 
-        The first cell has the row's name. The cell of each run that was predicted from the machine's stated rates has
-        the usual error of such predictions. All other cells are empty.
+        The first cell has the row's name. The cell of each run whose prefill was predicted from the machine's stated
+        rates has the usual error of such predictions. All other cells are empty. Without any such run there is no row.
         """
-        name, error = PUBLISHED_PREFILLS
-        cells = [name, "", *(error if _rests_on_rates(run) else "" for run in self.runs)]
-        return [*cells, *[""] * (columns - len(cells))]
+        name, usual = PUBLISHED_PREFILLS
+        errors = [
+            usual if _rests_on_rates(run) and seconds is not None else ""
+            for run, seconds in zip(self.runs, prefills.values, strict=True)
+        ]
+        return [[name, "", *errors, *[""] * (columns - 2 - len(errors))]] if any(errors) else []
 
 
 def letters_of(number: int) -> str:

@@ -72,11 +72,14 @@ def tables_of(explanation: Explanation) -> dict[str, Table]:
 
 def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str:
     """Describe the bottleneck in a sentence, with the policy's line if it is known."""
-    what, others = f"{bottleneck.kind} on {bottleneck.lane}", ""
+    lanes = bottleneck.lane
+    if bottleneck.ranks > 1:
+        lanes += f" and {bottleneck.ranks - 1} more"
+    what, others = f"{bottleneck.kind} on {lanes}", ""
     if bottleneck.kind == bottleneck.cause:
         what = f"{bottleneck.kind}, before tasks of {bottleneck.lane}"
     elif (spent := format_seconds(bottleneck.kind_seconds)) != format_seconds(bottleneck.seconds):
-        what = bottleneck.lane if bottleneck.cause in OF_A_LANE else f"{what} and others"
+        what = lanes if bottleneck.cause in OF_A_LANE else f"{what} and others"
         others = f", {spent} of it {bottleneck.kind}"
     lane = explanation.lanes[bottleneck.lane]
     busy = lane.busy_seconds / explanation.seconds
@@ -91,7 +94,8 @@ def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str
     if bottleneck.cause in OF_A_LANE and lane.launching_seconds > MOSTLY * lane.busy_seconds:
         share = lane.launching_seconds / lane.busy_seconds
         launching = f" In {share:.0%} of that the host still launched kernels: fewer launches would help."
-    return f"{what}, {took}{others}.{relief} The lane is busy {busy:.0%} of the time.{launching}{line}"
+    busiest = "The lane" if bottleneck.ranks == 1 else bottleneck.lane.capitalize()
+    return f"{what}, {took}{others}.{relief} {busiest} is busy {busy:.0%} of the time.{launching}{line}"
 
 
 def _lanes(explanation: Explanation) -> Table:

@@ -53,6 +53,7 @@ Model = Annotated[
         "A model's folder or GGUF file; with --routing also a name of `moesched list models`.", flag="MODEL"
     ),
 ]
+MeasuredModel = Annotated[Path, Option("A model's folder or GGUF file.", flag="MODEL")]
 PromptFile = Annotated[Path | None, Option(PROMPT_FILE, "FILE.jsonl", group=SOURCE)]
 GpuExperts = Annotated[
     tuple[int, ...],
@@ -149,7 +150,7 @@ def _profile(model: Path, file: Path, run: ProfiledRun) -> tuple[Profiled, int]:
 
 @command(SPARSITY_EPILOGUE)
 def sparsity(
-    model: Model, run: SparsityRun, prompts: PromptFile = None, *, json: options.Json = False
+    model: MeasuredModel, run: SparsityRun, prompts: PromptFile = None, *, json: options.Json = False
 ) -> int:
     """Count the activations after the experts' SiLU that are near zero, by layer (the Twiddler paper, Appendix B).
 
@@ -234,13 +235,16 @@ def _print_profile(
         counts = {"counts": profile.counts, "interrupted": interrupted}
         print_json({**msgspec.to_builtins(statistics), **counts})
         return
-    shape = f"{statistics.layers} layers of {statistics.experts} experts, top {statistics.top_k}"
+    layers = f"{statistics.layers} layers"
+    if statistics.routed_layers < statistics.layers:
+        layers += f", {statistics.routed_layers} of them"
+    shape = f"{layers} of {statistics.experts} experts, top {statistics.top_k}"
     say(f"\n{statistics.model}: {shape}; {statistics.tokens:,} tokens\n")
     figures = ("mean", "deviation", "minimum", "lower_quartile", "median", "upper_quartile")
     rows = [[name.replace("_", " "), f"{getattr(statistics, name):.2f}"] for name in figures]
     print_table(["popularity, the most popular expert having 1", ""], rows, figures=1)
     say()
-    every = statistics.layers * statistics.experts
+    every = statistics.routed_layers * statistics.experts
     rates = [
         [
             f"{rate.gpu_experts} of {every}",

@@ -255,7 +255,10 @@ def _process(process: ProcessBytes) -> str:
         "code of kernels": process.kernels,
     }
     listed = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
-    return f"process: {format_bytes(process.predicted or 0)} predicted at peak: {listed}"
+    before, predicted = "", process.predicted or 0
+    if predicted > (total := sum(parts.values())):
+        before = f", before the first batch; then {format_bytes(total)}"
+    return f"process: {format_bytes(predicted)} predicted at peak{before}: {listed}"
 
 
 def _kv_cache(on_gpu: float) -> str:

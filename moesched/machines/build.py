@@ -165,7 +165,7 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
         staging=host_copies(host.bandwidth),
     )
     if parts.pinned is not None:
-        machine = staged(machine, parts.pinned)
+        machine = staged(machine, parts.pinned, option="--pinned ")
     comments = _gpu_comments(parts, gpu, count, disk, joint.comment)
     return _built(machine, comments, cpu, sockets, host, joint.assumed)
 
@@ -330,6 +330,16 @@ def mac_reserved(nbytes: int) -> int:
 
 
 def _host_tier(host: HostMemory) -> Tier:
+    """Return the host's memory.
+
+    Raises:
+        BadInput: the system leaves nothing of it to plans.
+    """
+    if host.nbytes <= SYSTEM_RESERVED:
+        raise BadInput(
+            f"--ram of {format_size(host.nbytes)}: {format_size(SYSTEM_RESERVED)} are reserved for the system and "
+            "other programs: give more"
+        )
     return Tier(
         capacity=format_size(host.nbytes), bandwidth=host.bandwidth, reserved=format_size(SYSTEM_RESERVED)
     )

@@ -10,8 +10,10 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
+from moesched.machines.estimates import Estimate
 from moesched.machines.machine import PINNED, Machine
 from moesched.machines.profiles import machine_from
+from moesched.machines.sustained import rates_of
 from moesched.units import parse_bytes, parse_flops, parse_rate, parse_seconds
 
 PROPERTIES: dict[str, dict[str, Callable[[str], float]]] = {
@@ -68,8 +70,18 @@ def _changed(machine: Machine, change: str) -> Machine:
     if name not in parts:
         raise BadInput(f"{change!r}: machine {machine.name} has no {kind} {name!r}, only {', '.join(parts)}")
     for part in parts[name]:
-        part[key] = _new(part.get(key), value, PROPERTIES[kind][key], change)
+        old, estimates = part.get(key), _of_class(machine, kind, name)
+        if key in estimates:
+            old = estimates[key].expected
+        part[key] = new = _new(old, value, PROPERTIES[kind][key], change)
+        if key in estimates:
+            part["rates"][key] = msgspec.to_builtins(Estimate(low=new, expected=new, high=new, source=change))
     return machine_from(tables, change)
+
+
+def _of_class(machine: Machine, kind: str, name: str) -> dict[str, Estimate]:
+    """Return a processor's estimates, which count instead of what its table states; empty for a link or a memory."""
+    return rates_of(machine.processors[name]) if kind == "processor" else {}
 
 
 def _parts(tables: dict[str, Any], kind: str, staging_lane: str) -> dict[str, list[dict[str, Any]]]:

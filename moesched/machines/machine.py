@@ -195,9 +195,9 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         operation: name as in `WorkPart.operation`. A machine with a GPU also has "product" for a matrix product, and
             "dispatch KIND" for the time to start a task whose `Work.kind` is KIND. Other machines also have "dispatch",
-            the time from the end of a task to the start of the next one on its lane, and "await", the time by which
-            tasks start later if the policy submits them only after awaiting the task before. "resume LINK" is the time by
-            which a transfer on a link takes longer if the link was idle for some milliseconds before.
+            the time from the end of a task to the start of the next one on its lane; "await", the time by which tasks
+            start later if the policy submits them only after awaiting the task before; and "resume LINK", the time by
+            which a transfer on a link takes longer if the link was idle before, for some milliseconds.
         size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
             attention, bytes of cache of one sequence in one KV head.
         seconds: time of the operation. A dispatch on the GPU has the time of the whole task. A dispatch on the host or

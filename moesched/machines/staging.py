@@ -31,7 +31,9 @@ def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
     return staged(machine, budgets[PINNED]) if machine.page_locked and PINNED in budgets else machine
 
 
-def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
+def staged(
+    machine: Machine, limit: int | str, *, ring: bool = True, option: str = f"--budget {PINNED}="
+) -> Machine:
     """Return the machine with a limited page-locked memory in the role `pinned`; pages pass through it.
 
     Args:
@@ -39,6 +41,7 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
         ring: whether copies between the accelerator and the rest of the host's memory go in pieces through a ring in
             page-locked memory, as on device cuda: at the rate of the link or of copies within the host's memory,
             whichever is lower. Otherwise the copies are pageable: the GPU's driver stages them on one thread.
+        option: the option that gave the limit, as it is written before it, for error messages.
 
     Raises:
         BadInput: accelerator and host share a memory, memory is staged already, the machine does not say how fast its
@@ -50,13 +53,13 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
     host, nbytes = machine.memories[machine.host.memory], parse_bytes(limit)
     if not 0 < nbytes < host.nbytes:
         raise BadInput(
-            f"--budget {PINNED}={format_bytes(nbytes)} limits page-locked memory of {format_bytes(host.nbytes)}: "
+            f"{option}{format_bytes(nbytes)} limits page-locked memory of {format_bytes(host.nbytes)}: "
             "give less than that and more than 0, or omit it where all of it may be locked"
         )
     if machine.staging is None:
         raise BadInput(
-            f"--budget {PINNED}: machine {machine.name} does not say how fast its host copies into page-locked memory: "
-            "add [staging] with its bandwidth"
+            f"{option}{format_bytes(nbytes)}: machine {machine.name} does not say how fast its host copies into "
+            "page-locked memory: add [staging] with its bandwidth"
         )
     memories: dict[str, Tier] = {}
     for name, tier in machine.memories.items():

@@ -34,6 +34,7 @@ class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model, layers, experts, top_k, tokens: as in the profile.
+        routed_layers: number of layers with experts.
         mean, deviation, minimum, lower_quartile, median, upper_quartile: statistics of the popularity of all experts in
             all layers with experts, relative to the most popular expert.
         hit_rates: one for each number of experts on the GPU.
@@ -41,6 +42,7 @@ class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     layers: int
+    routed_layers: int
     experts: int
     top_k: int
     tokens: int
@@ -73,6 +75,7 @@ def statistics_of(profile: RoutingProfile, gpu_experts: Sequence[int] = ()) -> R
     return RoutingStatistics(
         model=profile.model,
         layers=profile.layers,
+        routed_layers=len(routed),
         experts=profile.experts,
         top_k=profile.top_k,
         tokens=profile.tokens,
