@@ -10,7 +10,9 @@ import pytest
 
 from gguf_headers import TOKENS, Change, Header, byte_pairs, key, mixtral, number, numbers, string, texts
 from moesched.errors import BadInput
+from moesched.inputs.gguf_tokenizer import gguf_tokenizer
 from moesched.inputs.tokenizer import find_tokenizer
+from moesched.models.gguf.vocabulary import Vocabulary
 from moesched.models.reading import read_config
 
 
@@ -39,6 +41,27 @@ def test_text_is_what_its_tokens_say(make: Callable[[], Header], tmp_path: Path)
     assert tokenizer is not None
     assert tokenizer.encode("abba</s>") == [1, 5, 4, 3, 2]
     assert tokenizer.decode([1, 5, 4, 3, 2]) == "abba"
+
+
+WORDS = {
+    "gpt-2": ["HelloWorld", " I", "'ve", " 12345", " x", "/", "y", "\n"],
+    "llama-bpe": ["HelloWorld", " I", "'ve", " ", "123", "45", " x", "/y", "\n"],
+    "glm4": ["HelloWorld", " I", "'ve", " ", "123", "45", " x", "/y", "\n"],
+    "qwen2": ["HelloWorld", " I", "'ve", " ", "1", "2", "3", "4", "5", " x", "/y", "\n"],
+    "gpt-4o": ["Hello", "World", " I've", " ", "123", "45", " x", "/y", "\n"],
+    "minimax-m2": ["Hello", "World", " I've", " ", "123", "45", " x", "/y", "\n"],
+}
+"""The words of one text by rules that real files name."""
+
+
+@pytest.mark.parametrize("rule", WORDS)
+def test_no_token_joins_bytes_of_two_words_of_the_files_rule(rule: str) -> None:
+    made = gguf_tokenizer(Path("model.gguf"), Vocabulary(model="gpt2", pre=rule, tokens=("a",)))
+    text = "".join(WORDS[rule])
+    assert text == "HelloWorld I've 12345 x/y\n"
+    assert made.pre_tokenizer is not None
+    found = made.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in found] == WORDS[rule]
 
 
 UNUSABLE: dict[str, tuple[Change, str]] = {

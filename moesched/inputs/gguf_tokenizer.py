@@ -46,6 +46,12 @@ _LLAMA_3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN_2 = _LLAMA_3.replace("{1,3}", "")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDED}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDED}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DIGIT = r"\p{N}"
 
 WORD_RULES: Mapping[str, WordRule] = MappingProxyType(
@@ -58,6 +64,9 @@ WORD_RULES: Mapping[str, WordRule] = MappingProxyType(
         "starcoder": WordRule((_DIGIT, _GPT_2)),
         "llama-bpe": WordRule((_LLAMA_3,), whole_words=True, has_first=True),
         "dbrx": WordRule((_LLAMA_3,)),
+        "glm4": WordRule((_LLAMA_3,)),
+        "gpt-4o": WordRule((_O200K,)),
+        "minimax-m2": WordRule((_O200K,)),
         "qwen2": WordRule((_QWEN_2,), composes=True),
     }
 )
