@@ -267,6 +267,22 @@ def test_every_other_layer_of_a_gpt_oss_has_its_window_and_only_some_are_scaled(
     assert read_config(header.write(tmp_path / "plain.gguf")).attention.rotary.scaling is None
 
 
+@pytest.mark.parametrize("rotates", [True, False])
+def test_a_granite_that_rotates_no_queries_is_refused(rotates: bool, tmp_path: Path) -> None:
+    header = mixtral()
+    header.keys = [(name.replace("llama.", "granitemoe."), value) for name, value in header.keys]
+    header.set("general.architecture", string("granitemoe"))
+    header.set("granitemoe.rope.scaling.finetuned", struct.pack("<IB", 7, rotates))
+    file = header.write(tmp_path / "model.gguf")
+    if rotates:
+        assert read_config(file).form == "granite_moe"
+    else:
+        with pytest.raises(
+            BadInput, match=r"granitemoe\.rope\.scaling\.finetuned is False, which is not supported"
+        ):
+            read_config(file)
+
+
 @pytest.mark.parametrize(("name", "factor"), [("rope.scaling.factor", 4.0), ("rope.scale_linear", 2.0)])
 def test_a_factor_without_a_type_scales_rotations_as_linear(name: str, factor: float, tmp_path: Path) -> None:
     for header, family in ((mixtral(), "llama"), (gpt_oss(), "gpt-oss")):

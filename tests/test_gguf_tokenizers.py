@@ -64,6 +64,19 @@ def test_no_token_joins_bytes_of_two_words_of_the_files_rule(rule: str) -> None:
     assert [text[start:end] for _, (start, end) in found] == WORDS[rule]
 
 
+@pytest.mark.parametrize(
+    ("rule", "composes"), [("olmo", True), ("mpt", True), ("qwen2", True), ("gpt-4o", False)]
+)
+def test_an_accent_is_joined_to_its_letter_where_the_published_tokenizer_does_so(
+    rule: str, composes: bool
+) -> None:
+    accented = ("e", "Ì", "ģ", "Ã", "©", "Ã©")  # bytes as characters; the last is one accented letter
+    vocabulary = Vocabulary(model="gpt2", pre=rule, tokens=accented, merges=("Ã ©",))
+    made = gguf_tokenizer(Path("model.gguf"), vocabulary)
+    assert made.encode("\u00e9").ids == [5]
+    assert made.encode("e\u0301").ids == ([5] if composes else [0, 1, 2])
+
+
 UNUSABLE: dict[str, tuple[Change, str]] = {
     "an unknown kind": (
         key("tokenizer.ggml.model", string("gpt3")),

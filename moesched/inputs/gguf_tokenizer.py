@@ -57,8 +57,8 @@ _DIGIT = r"\p{N}"
 WORD_RULES: Mapping[str, WordRule] = MappingProxyType(
     {
         "gpt-2": WordRule((_GPT_2,)),
-        "mpt": WordRule((_GPT_2,)),
-        "olmo": WordRule((_GPT_2,)),
+        "mpt": WordRule((_GPT_2,), composes=True),
+        "olmo": WordRule((_GPT_2,), composes=True),
         "command-r": WordRule((_DIGIT, _GPT_2)),
         "refact": WordRule((_DIGIT, _GPT_2)),
         "starcoder": WordRule((_DIGIT, _GPT_2)),

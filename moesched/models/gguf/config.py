@@ -90,6 +90,8 @@ def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
     if family.windows_in_turn:
         require("rope.freq_base_swa", keys.rope__freq_base_swa, keys.rope__freq_base, None)
     require("attention.value_length", keys.attention__value_length, keys.head_dim, None)
+    if family.rotation_switch:
+        require("rope.scaling.finetuned", keys.rope__scaling__finetuned, True, None)
     require("attention.layer_norm_epsilon", keys.attention__layer_norm_epsilon, MEAN_NORM_EPSILON, None)
     return keys
 

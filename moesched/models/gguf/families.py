@@ -24,6 +24,7 @@ class GgufFamily(NamedTuple):
         interleaved: whether rows of queries and keys are ordered for a rotary embedding that pairs neighbours.
         partial: whether the rotary embedding may rotate only a part of each head.
         dense_first: whether the first layers may have no experts.
+        rotation_switch: whether the key `rope.scaling.finetuned` tells if queries and keys are rotated at all.
         windows_in_turn: whether only every other layer has a sliding window, beginning with the first; otherwise all
             layers have it, if any.
         truncate: YaRN's setting of this name, for which GGUF files have no key.
@@ -38,6 +39,7 @@ class GgufFamily(NamedTuple):
     interleaved: bool = False
     partial: bool = False
     dense_first: bool = False
+    rotation_switch: bool = False
     windows_in_turn: bool = False
     truncate: bool = True
     activation: Activation = SILU
@@ -151,7 +153,7 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "llama": GgufFamily(("mixtral", "llama"), _llama, interleaved=True),
         "qwen3moe": GgufFamily(("qwen3_moe",), _qwen3_moe),
         "olmoe": GgufFamily(("olmoe",), _olmoe),
-        "granitemoe": GgufFamily(("granite_moe",), _granite_moe, interleaved=True),
+        "granitemoe": GgufFamily(("granite_moe",), _granite_moe, interleaved=True, rotation_switch=True),
         "minimax-m2": GgufFamily(("minimax_m2",), _minimax_m2, partial=True, score=SIGMOID),
         "glm4moe": GgufFamily(
             ("glm4_moe",),

@@ -36,6 +36,7 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
     rope__freq_base_swa: float | None = None
     rope__scale_linear: float | None = None
     rope__scaling__type: str | None = None
+    rope__scaling__finetuned: bool | None = None
     rope__scaling__factor: float | None = None
     rope__scaling__original_context_length: int | None = None
     rope__scaling__attn_factor: float | None = None
