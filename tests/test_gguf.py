@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from against_hugging_face import assert_near, generated
 from benchmarks.exact.page_bytes import bytes_of_pages
 from benchmarks.record.results import ROOT
-from benchmarks.shared.gguf_files import TypeOf, add_vocabulary, q4_k_m, quantized, write_gguf
+from benchmarks.shared.gguf_files import ROUTER, TypeOf, add_vocabulary, q4_k_m, quantized, write_gguf
 from benchmarks.shared.small_runs import same_bits
 from gguf_models import gguf_model, unpacked_model
 from moesched.devices.mlx.device import MlxDevice
@@ -24,7 +24,7 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer, open_model
 from moesched.jobs.session import run_model
-from moesched.models.checkpoint import open_checkpoint
+from moesched.models.checkpoint import StoredTensor, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.networks import Activation, Router
 from moesched.models.random_model import write_random_model
@@ -111,6 +111,30 @@ def test_a_file_gives_the_bits_of_a_folder_with_the_same_weights(
     file = tmp_path / "model.gguf"
     write_gguf(open_checkpoint(folder), file)
     runs = (generated(model, "bfloat16", kind=make, policy="layer_streaming") for model in (folder, file))
+    assert same_bits(*(ran.logits_RSV for ran in runs))
+
+
+def in_float16(stored: StoredTensor) -> None:
+    weights = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)
+    weights[:] = weights.astype(np.float16)
+    weights.flush()
+
+
+def test_routers_in_float16_beside_coded_matrices_are_read_in_float32(tmp_path: Path) -> None:
+    """The first files of Mixtral have such routers."""
+    plain = open_checkpoint(write_random_model(WHOLE_ROWS, tmp_path / "plain", dtype="float32"))
+    for name, stored in plain.tensors.items():
+        if name.endswith(".router"):
+            in_float16(stored)
+    files = []
+    for kind in (Type.F16, Type.F32):
+        files.append(tmp_path / f"{kind.name}.gguf")
+        write_gguf(
+            plain,
+            files[-1],
+            lambda name, shape, kind=kind: kind if ROUTER in name else quantized(Type.Q8_0)(name, shape),
+        )
+    runs = (generated(file, "bfloat16", policy="layer_streaming") for file in files)
     assert same_bits(*(ran.logits_RSV for ran in runs))
 
 

@@ -144,6 +144,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "llama: Expected `int`, got '1' - at `.*block_count",
     ),
     "a missing size": (key("llama.block_count", None), "llama: .*missing required field `block_count`"),
+    "a missing key of the family": (
+        key("llama.feed_forward_length", None),
+        r"model\.gguf has no key llama\.feed_forward_length; copy the file",
+    ),
     "no layers": (key("llama.block_count", number(0)), "layers is 0, but it must be positive"),
     "4 billion layers": (key("llama.block_count", number(2**32 - 1)), "layers is 4294967295, but it may be"),
     "100,000 experts": (
@@ -162,7 +166,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "a scaling without its factor": (
         key("llama.rope.scaling.type", string("yarn")),
-        "missing required field `factor`",
+        r"has rope\.scaling\.type yarn and no rope\.scaling\.factor; copy the file",
     ),
     "rotations that scale without a type": (
         key("llama.rope.scaling.attn_factor", real(1.2)),
@@ -171,6 +175,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "factors of rotations for other heads": (
         more(Tensor("rope_freqs.weight", [3])),
         r"rope_freqs.weight is \[3\] of type F32, and \[2\] of type F32 is needed",
+    ),
+    "factors of rotations that are 0": (
+        more(Tensor("rope_freqs.weight", [2])),
+        r"entry 0 of rope_freqs\.weight is 0, but it must be positive",
     ),
     "rotations of a part": (key("llama.rope.dimension_count", number(2)), "llama.rope.dimension_count is 2"),
     "an unknown tensor": (

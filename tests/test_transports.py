@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,15 @@ import numpy as np
 import pytest
 import torch.distributed
 
-from meshes import ONE, closing, keys_of, mesh_of, ports, sockets_in
+from meshes import FIRST, ONE, at_once, closing, free_port, keys_of, mesh_of, ports, sockets_in, sums
+from moesched.cluster.messages import Begin, Member
+from moesched.cluster.node_transports import meet
 from moesched.errors import BadInput, TransportError
+from moesched.inputs.options import SizeOptions
 from moesched.plugins import find
 from moesched.seams import Exchange, Transport
 from moesched.testing import check_transport
+from moesched.transports.gathering import GatheringTransport
 from moesched.transports.inproc import InprocTransport
 from moesched.transports.torch_distributed import TorchDistributedTransport
 from patience import PATIENCE_SECONDS
@@ -181,6 +186,35 @@ def test_all_ranks_are_told_that_a_root_has_nothing_to_send(name: str, tmp_path:
     refused(ranks, lambda one, rank: one.broadcast(rank, Exchange(0, "sent"), None, 0), "nothing to send")
 
 
+class SlowToFree(GatheringTransport):
+    """Frees its library while a second call closes it as well."""
+
+    def __init__(self, closings: list[Future[None]]) -> None:
+        super().__init__(0, 1)
+        self.closings = closings
+        self.freeing, self.second_began = threading.Event(), threading.Event()
+
+    def all_gather(self, data: Any) -> list[Any]:
+        return [data]
+
+    def free(self) -> None:
+        self.freeing.set()
+        self.second_began.wait(PATIENCE_SECONDS)
+        wait(self.closings, timeout=0.2, return_when=FIRST_COMPLETED)
+        self.freed_first = not any(each.done() for each in self.closings)
+
+
+def test_a_call_that_closes_a_transport_does_not_return_before_all_is_freed() -> None:
+    closings: list[Future[None]] = []
+    transport = SlowToFree(closings)
+    with ThreadPoolExecutor(2) as threads:
+        closings.append(threads.submit(asyncio.run, transport.aclose()))
+        assert transport.freeing.wait(PATIENCE_SECONDS)
+        closings.append(threads.submit(asyncio.run, transport.aclose()))
+        transport.second_began.set()
+    assert transport.freed_first
+
+
 @pytest.mark.parametrize("name", ["inproc", "zeromq", "torch_distributed", "mx_distributed"])
 def test_transports_are_found_by_name(name: str) -> None:
     if name == "mx_distributed":
@@ -265,6 +299,41 @@ def test_ranks_of_gloo_that_do_not_come_are_waited_for_no_longer_than_said() -> 
     ranks = [TorchDistributedTransport(rank, 2, group=groups[rank], timeout_seconds=0.2) for rank in range(2)]
     with closing(ranks), pytest.raises(TransportError, match=r"all-reduce #0: .*0\.2 s"):
         ranks[0].all_reduce(0, Exchange(0), ONE)
+
+
+def met(begin: Begin) -> list[Transport]:
+    """The transports by which the nodes of a cluster carry out an order over gloo."""
+
+    def make(rank: int) -> Transport:
+        return meet("torch_distributed", begin, rank, secret="", listen="", lost_after=5.0)
+
+    return made_together(make, len(begin.members))
+
+
+def test_nodes_of_gloo_meet_again_at_the_same_port_without_the_one_that_is_lost() -> None:
+    port = free_port()
+    members = [Member(rank=rank, address="127.0.0.1", port=port, key="") for rank in range(3)]
+    begin = partial(Begin, sizes=SizeOptions())
+    before = met(begin(epoch=0, order=0, members=members))
+    with closing(before):
+        assert all(total == 3 for total in sums(before))
+    for order in (0, 1):
+        with closing(met(begin(epoch=1, order=order, members=members[:2]))) as after:
+            assert all(total == 2 for total in sums(after))
+
+
+def test_ranks_of_gloo_meet_only_those_of_the_same_meeting() -> None:
+    store = dist.HashStore()
+
+    def make(place: int) -> Transport:
+        return TorchDistributedTransport(place % 2, 2, store=store, meeting=f"order {place // 2}")
+
+    pairs = made_together(make, 4)
+    with closing(pairs):
+        calls = [
+            partial(each.all_reduce, place % 2, FIRST, (place + 1) * ONE) for place, each in enumerate(pairs)
+        ]
+        assert [total.item() for total in at_once(*calls)] == [3, 3, 7, 7]
 
 
 def test_a_backend_that_torch_was_built_without_is_refused() -> None:

@@ -51,7 +51,8 @@ class GatheringTransport(ABC):
         self.ranks = ranks
         self.timeout_seconds = timeout_seconds
         self._sequence = 0
-        self._closed = False
+        self._closed = self._freed = False
+        self._freeing = threading.Lock()
         self._broken = ""
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="transport", daemon=True)
@@ -90,10 +91,15 @@ class GatheringTransport(ABC):
 
     async def aclose(self) -> None:
         """Close the transport: a call that waits gets an error, and the library's resources are freed."""
-        closed, self._closed = self._closed, True
-        if not closed:
-            self._work.put(None)
-            await asyncio.to_thread(self.free)
+        self._closed = True
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        with self._freeing:
+            if not self._freed:
+                self._freed = True
+                self._work.put(None)
+                self.free()
 
     def _exchange(
         self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int, problem: str = ""

@@ -33,6 +33,7 @@ class TorchDistributedTransport(GatheringTransport):
         backend: torch's name of the library; nccl copies the bytes to the GPU and back.
         store: the store by which ranks find each other; by default the one at MASTER_ADDR and MASTER_PORT, which
             torchrun sets.
+        meeting: a name that all ranks give, and that no earlier transport at the same store had.
         group: a process group to use instead of a new one; None for a new one.
         device: index of the GPU for nccl; by default the rank's number.
         timeout_seconds: time limit of an exchange.
@@ -48,13 +49,16 @@ class TorchDistributedTransport(GatheringTransport):
         *,
         backend: Backend = "gloo",
         store: Store | None = None,
+        meeting: str = "",
         group: Any = None,
         device: str | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
         self._device = torch.device("cpu" if backend == "gloo" else device or f"cuda:{rank}")
         try:
-            self._group = group or _group(backend, store, rank, ranks, timedelta(seconds=timeout_seconds))
+            self._group = group or _group(
+                backend, store, meeting, rank, ranks, timedelta(seconds=timeout_seconds)
+            )
         except (RuntimeError, ValueError) as error:
             raise BadInput(f"rank {rank} cannot join {ranks} ranks over {backend}: {error}") from None
         super().__init__(rank, ranks, timeout_seconds=timeout_seconds)
@@ -72,11 +76,14 @@ class TorchDistributedTransport(GatheringTransport):
             self._group.abort()
 
 
-def _group(backend: Backend, store: Store | None, rank: int, ranks: int, timeout: timedelta) -> Any:
+def _group(
+    backend: Backend, store: Store | None, meeting: str, rank: int, ranks: int, timeout: timedelta
+) -> Any:
     if not dist.is_available() or not dist.is_backend_available(backend):
         raise BadInput(f"this build of torch has no {backend}")
     if store is None:
         store, _, _ = next(iter(rendezvous("env://", rank, ranks, timeout=timeout)))
+    store = dist.PrefixStore(meeting, store)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, ranks, timeout)
     options = dist.ProcessGroupNCCL.Options()

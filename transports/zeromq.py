@@ -67,7 +67,7 @@ class ZeroMqTransport:
         self.others = tuple(each for each in range(self.ranks) if each != rank)
         self.sender = sender(Kind.ALL_REDUCE, rank)
         self.senders: Mapping[bytes, int] = {sender(Kind.ALL_REDUCE, each): each for each in self.others}
-        self.closed = False
+        self.closed = self.freed = False
         self.mesh = Mesh(
             addresses,
             rank,
@@ -169,10 +169,11 @@ class ZeroMqTransport:
         return total.reshape(part.shape)
 
     def _close(self) -> None:
-        closed, self.closed = self.closed, True
+        self.closed = True  # a call that waits ends, and releases the lock
         with self.calling:
-            if closed:
+            if self.freed:
                 return
+            self.freed = True
             farewell = pack(
                 Frame(Kind.LEAVE, Kind.ABANDON, self.rank, self.epoch, text="it closed its transport")
             )

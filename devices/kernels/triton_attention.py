@@ -174,7 +174,7 @@ def attend(
     KV cache. Parts begin at multiples of SPLIT, so that the bits of results depend on the sequence alone.
     """
     group: tl.constexpr = HEADS // KV_HEADS
-    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(table + sequence)
     blocks = table + 2 * sequences + tl.load(table + sequences + sequence)
     i = tl.arange(0, HEAD_TILE)
@@ -279,7 +279,7 @@ def join_parts(
     SPLIT: tl.constexpr,
 ):
     """Combine the results of `attend` for all parts of a sequence, for one head; see `operators.join_parts`."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, HEAD_TILE)
     first = (sequence * HEADS + head) * most_parts
     total, peak = 0.0, float("-inf")

@@ -72,11 +72,10 @@ class NodeExchanges:
         opened = Metered(
             meet(
                 transport,
-                begin.members,
+                begin,
                 node,
                 secret=self._secret,
                 listen=endpoint(listening_at(self._host.address), port),
-                epoch=begin.epoch,
                 lost_after=lost_after,
             ),
             on_loaded,

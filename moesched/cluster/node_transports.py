@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
 from typing import Literal
 
 from moesched import plugins
 from moesched.cluster.endpoints import endpoint
-from moesched.cluster.messages import Member
+from moesched.cluster.messages import Begin
 from moesched.errors import BadInput
 from moesched.seams import Transport
 
@@ -21,7 +20,7 @@ def way_of(transport: str) -> Way:
 
     Each way has its parameters:
     "addresses": `(addresses, rank, *, keys, listen, epoch, lost_after_seconds)`; connections are encrypted.
-    "rank": `(rank, ranks)`; the transport finds rank 0 by the variables MASTER_ADDR and MASTER_PORT.
+    "rank": `(rank, ranks, *, meeting)`; the transport finds rank 0 by the variables MASTER_ADDR and MASTER_PORT.
     "environment": `()`; the program that started the processes has set all variables that the transport needs.
 
     Raises:
@@ -30,7 +29,7 @@ def way_of(transport: str) -> Way:
     parameters = inspect.signature(plugins.find("transports", transport)).parameters
     if "addresses" in parameters:
         return "addresses"
-    if "rank" in parameters and "ranks" in parameters:
+    if {"rank", "ranks", "meeting"} <= parameters.keys():
         return "rank"
     if "ranks" in parameters or any(each.default is each.empty for each in parameters.values()):
         raise BadInput(f"transport {transport} does not connect processes: use --transport zeromq")
@@ -39,37 +38,40 @@ def way_of(transport: str) -> Way:
 
 def meet(
     transport: str,
-    members: Sequence[Member],
+    begin: Begin,
     rank: int,
     *,
     secret: str,
     listen: str,
-    epoch: int,
     lost_after: float,
 ) -> Transport:
-    """Open a node's transport to the other members of an epoch, a period in which the same nodes work together.
+    """Open a node's transport to the other members of an epoch, for one order.
 
     Args:
         transport: name of the transport.
-        members: the nodes that take part in the epoch.
+        begin: the launcher's message with the members, the epoch and the order.
         rank: the node's index among the members.
         secret: the node's secret key.
         listen: the address to listen at, for a transport that meets by addresses.
-        epoch: number of the epoch.
         lost_after: seconds of silence after which a node counts as lost.
     """
     cls = plugins.find("transports", transport)
     way = way_of(transport)
+    members = begin.members
     if way == "addresses":
         return cls(
             [endpoint(member.address, member.port) for member in members],
             rank,
             keys=(secret, [member.key for member in members]),
             listen=listen,
-            epoch=epoch,
+            epoch=begin.epoch,
             lost_after_seconds=lost_after,
         )
     if way == "rank":
-        os.environ |= {"MASTER_ADDR": members[0].address, "MASTER_PORT": str(members[0].port)}
-        return cls(rank, len(members))
+        os.environ |= {
+            "MASTER_ADDR": members[0].address,
+            "MASTER_PORT": str(members[0].port),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # torchrun's store is at another port
+        }
+        return cls(rank, len(members), meeting=f"epoch {begin.epoch}, order {begin.order}")
     return cls()

@@ -20,7 +20,7 @@ from moesched.system.near_names import with_nearest
 METHOD = "moesched"
 """The `quant_method` in the config.json of a model with coded weights."""
 
-FLOAT32 = STORED_FORMATS["float32"]
+FLOAT32, FLOAT16 = STORED_FORMATS["float32"], STORED_FORMATS["float16"]
 
 
 class Mix(NamedTuple):
@@ -80,6 +80,7 @@ def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> Mo
     """Return a copy of a model's configuration that lists the tensors which keep the files' format in memory.
 
     These are the quantised tensors. Norms and routers in float32 are listed, too, unless all matrices are in float32.
+    Those in float16 are listed as float32, which holds all their values, unless the model computes in float32 anyway.
     All other tensors are converted to the dtype of the computation.
 
     Args:
@@ -88,6 +89,11 @@ def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> Mo
     Raises:
         BadInput: a matrix is in a coded format in one expert of a layer, and in another format in another expert.
     """
+    if config.dtype != "float32":
+        formats = {
+            name: FLOAT32 if stored == FLOAT16 and role_of(name) == "small" else stored
+            for name, stored in formats.items()
+        }
     narrow = any(stored != FLOAT32 and role_of(name) != "small" for name, stored in formats.items())
     coded = any(stored.codes is not None for stored in formats.values())
     layers: list[dict[str, StoredFormat]] = [{} for _ in config.pattern]

@@ -43,8 +43,9 @@ class Transport(Protocol):
 
         `(ranks)`: the ranks are threads that share this transport. `(addresses, rank, *, keys, listen, epoch,
         lost_after_seconds)`: the ranks are processes, each at one of the addresses, and connections are encrypted.
-        `(rank, ranks)`: the ranks are processes, which find rank 0 by the environment variables MASTER_ADDR and
-        MASTER_PORT. `()`: the ranks are processes that take all settings from the environment.
+        `(rank, ranks, *, meeting)`: the ranks are processes, which find rank 0 by the environment variables MASTER_ADDR
+        and MASTER_PORT, and meet only those that give the same name `meeting`. `()`: the ranks are processes that take
+        all settings from the environment.
         """
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:

@@ -69,12 +69,14 @@ def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
     """Return the keys of the metadata that describe the model.
 
     Raises:
-        BadInput: a value has the wrong type, or asks for a feature that the kernels do not support.
+        BadInput: a key is missing, or a value has the wrong type or asks for a feature that the kernels do not support.
     """
     prefix = f"{parts.metadata['general.architecture']}."
     values = {
         key.removeprefix(prefix): value for key, value in parts.metadata.items() if key.startswith(prefix)
     }
+    if missing := [f"{prefix}{key}" for key in family.needed if key not in values]:
+        raise BadInput(f"{parts.path} has no key {', '.join(missing)}; {RESTORE}")
     keys = convert_value(values, GgufKeys, f"{parts.path}: {prefix[:-1]}", RESTORE)
 
     def require(key: str, value: object, *accepted: object) -> None:

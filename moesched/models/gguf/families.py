@@ -19,6 +19,7 @@ class GgufFamily(NamedTuple):
     Attributes:
         forms: keys of `ARCHITECTURES` for models of the family.
         config_json: function that converts metadata to keys of config.json with the same meaning.
+        needed: the keys, without the architecture's name, that a file must have beside those of all families.
         names: for canonical names of tensors, the names in files that differ from those in `NAMES`.
         fused: for each tensor in files that contains several of the model's tensors, the names of these, in order.
         interleaved: whether rows of queries and keys are ordered for a rotary embedding that pairs neighbours.
@@ -34,6 +35,7 @@ class GgufFamily(NamedTuple):
 
     forms: tuple[str, ...]
     config_json: Callable[[GgufKeys], dict[str, Any]]
+    needed: tuple[str, ...]
     names: Mapping[str, str] = MappingProxyType({})
     fused: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     interleaved: bool = False
@@ -148,16 +150,36 @@ def _dbrx(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
+_EPSILON, _WIDTH = "attention.layer_norm_rms_epsilon", "feed_forward_length"
+_EXPERTS = "expert_count", "expert_used_count"
+
 GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
     {
-        "llama": GgufFamily(("mixtral", "llama"), _llama, interleaved=True),
-        "qwen3moe": GgufFamily(("qwen3_moe",), _qwen3_moe),
-        "olmoe": GgufFamily(("olmoe",), _olmoe),
-        "granitemoe": GgufFamily(("granite_moe",), _granite_moe, interleaved=True, rotation_switch=True),
-        "minimax-m2": GgufFamily(("minimax_m2",), _minimax_m2, partial=True, score=SIGMOID),
+        "llama": GgufFamily(("mixtral", "llama"), _llama, (_EPSILON, _WIDTH), interleaved=True),
+        "qwen3moe": GgufFamily(("qwen3_moe",), _qwen3_moe, (_EPSILON, *_EXPERTS)),
+        "olmoe": GgufFamily(("olmoe",), _olmoe, (_EPSILON, _WIDTH, *_EXPERTS)),
+        "granitemoe": GgufFamily(
+            ("granite_moe",),
+            _granite_moe,
+            (_EPSILON, _WIDTH, *_EXPERTS),
+            interleaved=True,
+            rotation_switch=True,
+        ),
+        "minimax-m2": GgufFamily(
+            ("minimax_m2",), _minimax_m2, (_EPSILON, *_EXPERTS), partial=True, score=SIGMOID
+        ),
         "glm4moe": GgufFamily(
             ("glm4_moe",),
             _glm4_moe,
+            (
+                _EPSILON,
+                _WIDTH,
+                *_EXPERTS,
+                "expert_feed_forward_length",
+                "expert_shared_count",
+                "expert_weights_norm",
+                "expert_weights_scale",
+            ),
             names={"ffn_norm": "post_attention_norm"},
             partial=True,
             dense_first=True,
@@ -166,13 +188,18 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "gpt-oss": GgufFamily(
             ("gpt_oss",),
             _gpt_oss,
+            (_EPSILON, *_EXPERTS),
             names={"ffn_norm": "post_attention_norm", "router_bias": "ffn_gate_inp"},
             windows_in_turn=True,
             truncate=False,
             activation=Activation(alpha=gpt_oss.ALPHA, limit=gpt_oss.LIMIT),
         ),
         "dbrx": GgufFamily(
-            ("dbrx",), _dbrx, names={"ffn_norm": "attn_output_norm"}, fused={"attn_qkv": ("q", "k", "v")}
+            ("dbrx",),
+            _dbrx,
+            (_WIDTH, *_EXPERTS),
+            names={"ffn_norm": "attn_output_norm"},
+            fused={"attn_qkv": ("q", "k", "v")},
         ),
     }
 )

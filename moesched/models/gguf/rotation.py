@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ def rope_scaling(
         truncate: YaRN's setting of this name, for which GGUF files have no key.
 
     Raises:
-        BadInput: the type of scaling is unknown, one of the keys `attn_factor`, `yarn_attn_factor` and
+        BadInput: the type of scaling is unknown or has no factor, one of the keys `attn_factor`, `yarn_attn_factor` and
             `yarn_ext_factor` has another value than 1, the files have both a type and a tensor of factors, or the
             tensor is not a float32 vector with one factor for each pair of a head's entries that are rotated.
     """
@@ -47,6 +48,8 @@ def rope_scaling(
         return _by_factors(tensors[FACTORS], (keys.rope__dimension_count or keys.head_dim) // 2)
     if kind == NONE:
         return None
+    if keys.rotation_factor is None:
+        raise BadInput(f"{path} has rope.scaling.type {kind} and no rope.scaling.factor; {RESTORE}")
     scaling = {"rope_type": kind, "factor": keys.rotation_factor}
     if kind == LINEAR:
         return scaling
@@ -75,6 +78,9 @@ def _by_factors(found: FoundTensor, pairs: int) -> dict[str, Any]:
 
     Args:
         pairs: number of pairs of a head's entries that are rotated; each pair has one factor.
+
+    Raises:
+        BadInput: the tensor has another shape or type, or an entry that is not a positive number.
     """
     if found.entry.dtype != "F32" or found.entry.shape != (pairs,):
         what = f"{list(found.entry.shape)} of type {found.entry.dtype}"
@@ -82,6 +88,11 @@ def _by_factors(found: FoundTensor, pairs: int) -> dict[str, Any]:
     with open_input(found.file, "weights", remedy=RESTORE) as file:
         file.seek(found.data_start + found.entry.data_offsets[0])
         factors = struct.unpack(f"<{pairs}f", file.read(found.nbytes))
+    for place, factor in enumerate(factors):
+        if not (math.isfinite(factor) and factor > 0):
+            raise BadInput(
+                f"{found.file}: entry {place} of {FACTORS} is {factor:g}, but it must be positive; {RESTORE}"
+            )
     return {
         "rope_type": str(LongRope.__struct_config__.tag),
         "factor": 1.0,
