@@ -69,7 +69,18 @@ def test_two_policies_differ_first_in_what_their_lanes_do() -> None:
     first = comparison.reasons()[1]
     assert first.startswith("host->gpu moved ")
     assert " in expert_cache and " in first
-    assert comparison.causes()[1][-1][0] == "other works and their order"
+    assert comparison.causes()[1][-1][0] == "other tasks and their order"
+
+
+def test_a_longer_run_of_the_same_tasks_in_more_steps_is_not_said_to_have_another_spread() -> None:
+    runs = []
+    for new_tokens in (2, 4):
+        virtual = virtual_run("resident", new_tokens=new_tokens)
+        runs.append(run_of_recording(str(new_tokens), virtual.recording, virtual.about))
+    comparison = compare_runs(runs)
+    assert comparison.difference is not None
+    assert comparison.difference.works == []
+    assert comparison.causes()[1][-1][0] == "other tasks and their order"
 
 
 def test_neither_of_two_measured_runs_is_in_error() -> None:

@@ -210,8 +210,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             "part of the gap",
             "share",
         ]
-        graph = "other works and their order" if difference.works else _WITHOUT_KIND["graph"]
-        names = _WITHOUT_KIND | {"graph": graph}
+        alike = difference.same_tasks and not difference.works
+        names = _WITHOUT_KIND if alike else _WITHOUT_KIND | {"graph": "other tasks and their order"}
         return header, [_cause(cause, names) for cause in difference.causes if abs(cause.seconds) >= 5e-10]
 
     def lane_causes(self) -> tuple[list[str], list[list[str]]]:

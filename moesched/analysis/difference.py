@@ -89,6 +89,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         lanes: the causes summed by lane.
         waits: waits between tasks on the critical path of the second run, longest first.
         works: amounts of work that differ between the runs, such as bytes moved; the largest difference in time first.
+        same_tasks: whether each lane has equally many tasks of each verb and phase in both runs.
     """
 
     places: tuple[int, int]
@@ -99,6 +100,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     lanes: list[LaneCause]
     waits: list[WaitTotal]
     works: list[WorkDifference]
+    same_tasks: bool
 
 
 def explain_difference(
@@ -137,6 +139,7 @@ def explain_difference(
         lanes=_lanes(groups, chosen, losses, gap),
         waits=_waits(runs[1]),
         works=work_differences(*runs),
+        same_tasks=_sizes(groups[0]) == _sizes(groups[1]),
     )
 
 
@@ -165,6 +168,10 @@ class _Progress:
         if self._tell is not None:
             self._tell(self._done, self._total)
         return seconds
+
+
+def _sizes(groups: _Groups) -> dict[_Group, int]:
+    return {group: len(slices) for group, slices in groups.items()}
 
 
 def _groups(recording: Recording) -> _Groups:
