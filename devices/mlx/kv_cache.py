@@ -144,7 +144,10 @@ class RequestsKV:
         return [self._view(layer, *part) for part in self._parts(step)]
 
     def arrays(self, layer: int) -> list[Array]:
-        """Return one layer's array of keys and its array of values, which have to be evaluated after `extended`."""
+        """Return one layer's array of keys and its array of values.
+
+        MLX computes lazily: after a call of `extended`, evaluate both arrays to store the new tokens.
+        """
         return self._layers[layer]
 
     @property

@@ -106,7 +106,7 @@ def forget() -> None:
 
 
 def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """Measure the limit for `most_rows`: the number in ROWS up to which native kernels save the most time; 0 for none.
+    """Measure up to how many rows the native kernel saves time: a number in ROWS; 0 if it saves none.
 
     Kernel and torch take turns on one core. The thread's processor time is measured, and the fastest turn of each
     counts. Other processes hardly disturb such a measurement, while threads on several cores would wait for each other.

@@ -79,7 +79,10 @@ class PooledExperts(CachedExperts):
         return self.pool is None or self.pool.arrived(step, expert)
 
     def fetch(self, step: Step, expert: Expert) -> None:
-        """Fetch an expert that is needed now into a buffer; call `admit` once its tasks are submitted."""
+        """Fetch an expert that is needed now into a buffer.
+
+        After the expert's `run_expert` is submitted, the caller must call `admit`.
+        """
         assert self.pool is not None, "an expert that is kept is never missing"
         self.pool.fetch(step, expert)
 
