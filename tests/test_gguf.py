@@ -126,14 +126,13 @@ def test_routers_in_float16_beside_coded_matrices_are_read_in_float32(tmp_path: 
     for name, stored in plain.tensors.items():
         if name.endswith(".router"):
             in_float16(stored)
-    files = []
-    for kind in (Type.F16, Type.F32):
-        files.append(tmp_path / f"{kind.name}.gguf")
-        write_gguf(
-            plain,
-            files[-1],
-            lambda name, shape, kind=kind: kind if ROUTER in name else quantized(Type.Q8_0)(name, shape),
-        )
+
+    def file_with_routers_in(kind: Type) -> Path:
+        file = tmp_path / f"{kind.name}.gguf"
+        write_gguf(plain, file, lambda name, shape: kind if ROUTER in name else quantized(Type.Q8_0)(name, shape))
+        return file
+
+    files = map(file_with_routers_in, (Type.F16, Type.F32))
     runs = (generated(file, "bfloat16", policy="layer_streaming") for file in files)
     assert same_bits(*(ran.logits_RSV for ran in runs))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from moesched.errors import BadInput
@@ -15,8 +16,6 @@ from moesched.errors import BadInput
 from .gathering import GatheringTransport
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from moesched.seams import Array
 
 Backend = Literal["gloo", "nccl"]
@@ -83,7 +82,7 @@ def _group(
         raise BadInput(f"this build of torch has no {backend}")
     if store is None:
         store, _, _ = next(iter(rendezvous("env://", rank, ranks, timeout=timeout)))
-    store = dist.PrefixStore(meeting, store)
+    store = PrefixStore(meeting, store)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, ranks, timeout)
     options = dist.ProcessGroupNCCL.Options()
