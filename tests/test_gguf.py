@@ -129,7 +129,9 @@ def test_routers_in_float16_beside_coded_matrices_are_read_in_float32(tmp_path: 
 
     def file_with_routers_in(kind: Type) -> Path:
         file = tmp_path / f"{kind.name}.gguf"
-        write_gguf(plain, file, lambda name, shape: kind if ROUTER in name else quantized(Type.Q8_0)(name, shape))
+        write_gguf(
+            plain, file, lambda name, shape: kind if ROUTER in name else quantized(Type.Q8_0)(name, shape)
+        )
         return file
 
     files = map(file_with_routers_in, (Type.F16, Type.F32))
