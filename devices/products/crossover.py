@@ -106,7 +106,7 @@ def forget() -> None:
 
 
 def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """Measure up to how many rows the native kernel saves time: a number in ROWS; 0 if it saves none.
+    """Measure up to how many rows the native kernel is preferred to torch: a number in ROWS; 0 if it never is.
 
     Kernel and torch take turns on one core. The thread's processor time is measured, and the fastest turn of each
     counts. Other processes hardly disturb such a measurement, while threads on several cores would wait for each other.

@@ -194,7 +194,7 @@ class PageReader:
         ]
 
     def read_tensor(self, name: str) -> Any:
-        """Read a whole tensor, given by its canonical name, into new memory; returns a tensor, or `CodedRows`."""
+        """Read a tensor, given by its canonical name, into new memory: as `CodedRows` if it is quantised."""
         shape, stored = self._tensors[name].shape, self.format_of(name)
         raw = self.new_memory(math.prod(shape[:-1]) * stored.row_bytes(shape[-1]))
         self.read_tensor_into(name, raw)

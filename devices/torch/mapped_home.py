@@ -17,9 +17,9 @@ from .registered_files import RegisteredFiles, spans_of
 class MappedHome:
     """Holds pages in files that are mapped and registered with CUDA, so that a GPU copies them from the page cache.
 
-    A page may have parts at several places in the files. Parts that touch are registered together, so that no part, and
-    no block (`BLOCK` bytes) of a file, is in two registrations. A lease on each file delays processes that want to
-    write to the file; `get` checks each time that none has opened the page's files to write.
+    A page may have parts at several places in the files. Parts are rounded to whole blocks of `BLOCK` bytes. Parts that
+    then adjoin or overlap are registered together, so that no block is registered twice. A lease on each file delays
+    other processes that want to write to it. `get` checks that no process has opened the page's files for writing.
 
     Args:
         threads: number of threads that make the system read the parts of files that the page cache lacks.

@@ -54,10 +54,10 @@ class ResidentPages:
         return len(pages) - len(self._pages)
 
     def expect(self, count: int, staging: Sequence[torch.Tensor] = ()) -> None:
-        """Prepare to load `count` pages; the last call of `load` returns when all of them are in memory.
+        """Prepare to load `count` pages, by one call of `load` for each; the last call waits for all of them.
 
         staging: buffers that pages are read to before they are packed or copied to a GPU; each has a thread of its own.
-            If there are none, pages stay in the memory that they are read to.
+            Without buffers, pages are read straight into the memory where they stay.
         """
         self.awaited = count
         self._in_place = not staging

@@ -104,10 +104,10 @@ def first_turning_point(hierarchy: Hierarchy) -> float:
 
 
 def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
-    """Return P2 (Eq. 10): the intensity I^j, in FLOP per byte of the lower memory, above which the link is no limit.
+    """Return P2 (Eq. 10): the intensity I^j, in FLOP per byte of the lower memory, above which the link limits nothing.
 
     If the link is slower than the lower memory, and the upper level attains fewer FLOP/s at intensity I^i than the
-    lower level's peak, then P2 is below P1, and fetching never pays.
+    lower level's peak, then P2 is below P1 (`first_turning_point`), and fetching never pays.
 
     Args:
         upper_intensity: I^i, the computation's FLOPs per byte of the upper memory.

@@ -1,4 +1,4 @@
-"""Finds differences in work between two runs: bytes moved and experts computed by lane, and hit rates of page pools."""
+"""Finds differences in work between two runs: bytes moved and experts computed on each lane, and hits in page pools."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Times = Mapping[Operation, Sequence[float]]
 
 
 class MeasuredRate(NamedTuple):
-    """The best of several measured rates; `sustained` is the median, lowest and highest rate relative to the best."""
+    """The best of several measured rates; `sustained` has their median, lowest and highest as shares of the best."""
 
     best: float
     sustained: Estimate

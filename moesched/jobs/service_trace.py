@@ -28,7 +28,7 @@ def last_steps_of(plan: Plan) -> LastSteps:
 
 
 class RequestSpans(ServingListener):
-    """Listener that keeps, for a trace, the rate of generated tokens, and the spans of the requests that ended last.
+    """Listener that keeps, for a trace, the rate of generated tokens, and the spans of requests that ended recently.
 
     Args:
         listener: another listener that gets the same calls; None for none.

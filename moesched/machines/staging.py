@@ -41,7 +41,7 @@ def staged(
         ring: whether copies between the accelerator and the rest of the host's memory go in pieces through a ring in
             page-locked memory, as on device cuda: at the rate of the link or of copies within the host's memory,
             whichever is lower. Otherwise the copies are pageable: the GPU's driver stages them on one thread.
-        option: beginning of the option that gave the limit, such as `--budget pinned=`, for error messages.
+        option: the beginning of the option that gave the limit, such as `--budget pinned=`, for error messages.
 
     Raises:
         BadInput: accelerator and host share a memory, memory is staged already, the machine does not say how fast its

@@ -1,8 +1,8 @@
 """The verbs with which a policy schedules one prefill or decode step.
 
-Each verb submits one task and returns its handle. A verb checks that its input is there, and notes the progress of the
-micro-batch. So a schedule that drops, repeats or swaps a verb is refused at the policy's own line, in simulations as on
-hardware. The policy alone chooses the order of verbs, the processors and the look-ahead.
+A verb usually submits one task and returns its handle. A verb checks that its input is there, and notes the progress of
+the micro-batch. So a schedule that drops, repeats or swaps a verb is refused at the policy's own line, in simulations as
+on hardware. The policy alone chooses the order of verbs, the processors and the look-ahead.
 
 In every layer a micro-batch takes one of these paths (from the table in `verbs/table.py`; see docs/verbs.md):
 
@@ -13,8 +13,8 @@ In every layer a micro-batch takes one of these paths (from the table in `verbs/
     attended --route--> routed --combine--> input of the next layer
     output of the last layer --sample--> sampled --embed--> input of the first layer
 
-Between `route` and `combine`, every expert that tokens were routed to must run by `run_expert`: on all rows at once,
-together with other micro-batches, or range by range.
+Between `route` and `combine`, `run_expert` must be called for every expert that tokens were routed to. A call computes
+all rows of the expert, a range of its rows, or its rows of several micro-batches; each row is computed exactly once.
 
 In prefill a micro-batch may be a chunk: a part of long prompts. It continues the chunk before it in
 `Step.micro_batches`. The earlier chunk must be embedded first, and its attention must come first in each layer.
@@ -27,7 +27,7 @@ continues.
 nothing.
 
 Experts may run on the host, between `offload_routed`, which copies all routed rows there, and `load_routed`, which
-brings back the outputs of the experts there.
+brings back the outputs computed there.
 
 On a machine whose accelerator and host share a memory, the verbs that copy between the two have nothing to move: they
 check and note progress, and return the task that made the data.

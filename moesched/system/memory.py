@@ -87,7 +87,9 @@ def require_address_space() -> None:
 
 
 def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
-    """Yield the memory limit and use of this process's control group, then of each enclosing one, if it has a limit.
+    """Yield limit and use of memory of each control group that has a limit: this process's, then the enclosing ones.
+
+    Page cache that the system can free does not count as used.
 
     Args:
         root: folder in which /sys and /proc are looked for.

@@ -152,10 +152,12 @@ def interruption() -> str:
 def stopped_by(stop: Callable[[], object], insist: Callable[[], object] | None = None) -> Iterator[None]:
     """Until the context ends, have the first signal call `stop` on the main thread instead of raising `Stopped`.
 
-    The context has no effect on other threads, or if the program does not use `ends_in_order`.
+    The context has no effect if a thread other than the main one enters it, or if the program does not use
+    `ends_in_order`.
 
     Args:
-        insist: called each second after `stop`, until the context ends; it may raise `Stopped`. None for nothing.
+        insist: called each second after `stop`, until the context ends; it may raise `Stopped`. With None, only `stop`
+            is called.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

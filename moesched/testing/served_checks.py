@@ -53,10 +53,12 @@ def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = 
 
 
 def random_departures(seed: int, requests: Sequence[Request]) -> list[tuple[int, int]]:
-    """Choose random requests, and a time at which the client of each leaves; equal seeds give equal results.
+    """Choose some requests at random, and a time at which the client of each disconnects.
+
+    Equal seeds give equal results.
 
     Returns:
-        Pairs of `Request.number` and the time in nanoseconds.
+        Pairs of `Request.number` and the time in nanoseconds, on the clock of `Request.arrives` and not before it.
     """
     draw = random.Random(seed)
     return [

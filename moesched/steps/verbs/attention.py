@@ -48,8 +48,8 @@ class AttentionVerbs(Verbs):
         """Attention on the accelerator.
 
         Submits this task for a micro-batch and returns its handle. If the KV cache is on the host, a decode step
-        must call `load_kv` before; in prefill the prompt's keys and values are still on the accelerator. In both cases
-        `offload_kv` must follow.
+        must call `load_kv` before; in prefill the prompt's keys and values are still on the accelerator. With the cache
+        on the host, `offload_kv` must follow in prefill and in decode.
         """
         batch = self._at(ATTENTION, layer, micro_batch)
         kv, unified = batch.kv, self._state.unified

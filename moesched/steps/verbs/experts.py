@@ -205,12 +205,13 @@ class ExpertVerbs(Verbs):
         return self._enter(task, (normed, *view.reads), (output,))
 
     def warm_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
-        """One of this node's experts on a row of zeros, only to read its weights; the result is not used.
+        """Computation of one of this node's experts on a row of zeros, only to read its weights.
 
         Submits this task and returns its handle. The micro-batch must be routed in this layer, and its `combine` waits
         for the task. On Apple silicon, the GPU driver unwires (no longer locks in memory) weights that were idle for a
-        while, and takes long to wire them again. Policies such as `ep_busy_full` and `ep_router_aided` avoid this: they
-        warm experts that have no tokens (section 4.2 of the paper on a cluster of Apple silicon, RACS'24).
+        while, and takes long to wire them again. To keep them wired, policies such as `ep_busy_full` and
+        `ep_router_aided` warm experts that have no tokens (section 4.2 of the paper on a cluster of Apple silicon,
+        RACS'24). The result is dropped.
         """
         batch = self._at(WARM_EXPERT, layer, micro_batch)
         if expert not in self._state.plan.layout.experts_of(layer):

@@ -63,7 +63,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         class_line: the first line of the policy's class, as file:line.
-        names: names of all items, in the order in which they run.
+        names: names of the items (parts of the policy's check), in the order in which they run.
     """
 
     class_line: str
