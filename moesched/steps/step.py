@@ -1,8 +1,8 @@
 """The verbs with which a policy schedules one prefill or decode step.
 
 A verb usually submits one task and returns its handle. A verb checks that its input is there, and notes the progress of
-the micro-batch. So a schedule that drops, repeats or swaps a verb is refused at the policy's own line, in simulations as
-on hardware. The policy alone chooses the order of verbs, the processors and the look-ahead.
+the micro-batch. So a schedule that drops, repeats or swaps a verb is refused at the policy's own line, in simulations
+as on hardware. The policy alone chooses the order of verbs, the processors and the look-ahead.
 
 In every layer a micro-batch takes one of these paths (from the table in `verbs/table.py`; see docs/verbs.md):
 
