@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import zmq
@@ -38,6 +39,7 @@ from moesched.seams import Exchange
 from moesched.transports.curve import Keys
 from moesched.transports.frames import Frame, Kind, pack
 from moesched.transports.inbox import AHEAD_FRAMES
+from moesched.transports.mesh import LINGER_MILLISECONDS
 from moesched.transports.zeromq import ZeroMqTransport
 from patience import PATIENCE_SECONDS, wait_until
 
@@ -226,6 +228,17 @@ def test_a_rank_that_closes_its_transport_is_missed_at_once(tmp_path: Path) -> N
             assert re.fullmatch(
                 r"all-reduce #1: (rank [01] gave up: )?rank 2 is lost: it closed its transport", str(found)
             )
+
+
+def test_ranks_that_close_at_once_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    async def close(ranks: list[ZeroMqTransport]) -> None:
+        with anyio.fail_after(LINGER_MILLISECONDS / 2000):
+            await asyncio.gather(*(rank.aclose() for rank in ranks))
+
+    for _ in range(100):
+        ranks = mesh_of(sockets_in(tmp_path, 2))
+        sums(ranks)
+        asyncio.run(close(ranks))
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 A rank listens on one ROUTER for all higher ranks, and has one DEALER for each lower rank. A rank that connects greets
 in its first frame, and the ROUTER sends only on connections on which a rank has greeted, so that a stranger learns
 nothing. Each rank needs one address, and ranks may start in any order.
+
+The watch, a thread, greets as soon as a connection is there. Until then it alone uses the DEALER, and never afterwards:
+ZeroMQ allows one thread at a time to use a socket.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ WAITING_FRAMES = 64
 
 SLICE_MILLISECONDS = 50
 """Milliseconds between a waiting rank's checks for lost ranks and a closed transport."""
+
+GREETING_MILLISECONDS = 1
+"""Milliseconds between a waiting rank's checks for lower ranks that were greeted meanwhile."""
 
 HANDSHAKE_MILLISECONDS = 5_000
 """Milliseconds that a handshake may take."""
@@ -75,8 +81,8 @@ class Mesh:
         self._context: zmq.Context[Any] = zmq.Context()
         callers = range(rank + 1, len(addresses))
         known = None if keys is None else {keys.public[each]: each for each in callers}
-        self.watch = Watch(self._context, known)
         self._greeting = pack(Frame(Kind.HERE, Kind.ABANDON, rank, epoch))
+        self.watch = Watch(self._context, known, self._greet)
         self._gone: set[int] = set()
         """The higher ranks whose connection ended."""
         self._kept: deque[Message] = deque()
@@ -88,20 +94,16 @@ class Mesh:
         self._dealers = {
             peer: self._socket(addresses[peer], peer, lost_after_seconds) for peer in range(rank)
         }
+        self._ungreeted = {*self._dealers}
+        """The lower ranks that were not greeted when the watch was last asked; nothing is received from them."""
         # The highest rank listens to nobody, but is told of a port in use as all others are.
         self._use("listen at", self._listener.socket.bind, own)
-        self._sources: dict[zmq.Socket[bytes], int | None] = {
-            dealer: peer for peer, dealer in self._dealers.items()
-        }
-        """The sockets to receive from, each with its rank; None for the listener if several ranks send to it."""
         if callers:
-            self._sources[self._listener.socket] = self._listener.only_caller
-        self._only = next(iter(self._sources)) if len(self._sources) == 1 else None
-        for each in self._sources:
-            self._poller.register(each, zmq.POLLIN)
+            self._poller.register(self._listener.socket, zmq.POLLIN)
+        self._only = None if self._dealers else self._listener.socket
+        """The only socket to receive from; None if there are several, or if its rank was not greeted yet."""
         for peer, dealer in self._dealers.items():
             self._use("connect to", dealer.connect, addresses[peer])
-            send(dealer, self._greeting, NOW)
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
@@ -127,7 +129,8 @@ class Mesh:
         if self._kept:
             return self._kept.popleft()
         if self._only is None:
-            return self._next(SLICE_MILLISECONDS)
+            self._take_greeted()
+            return self._next(GREETING_MILLISECONDS if self._ungreeted else SLICE_MILLISECONDS)
         try:
             return self._from(self._only, 0)
         except zmq.Again:
@@ -156,6 +159,7 @@ class Mesh:
 
     def poll(self, milliseconds: int) -> bool:
         """Wait up to `milliseconds` for a message; returns True if there is one."""
+        self._take_greeted()
         return bool(self._kept or self._poller.poll(milliseconds))
 
     def lost(self, rank: int) -> bool:
@@ -186,6 +190,24 @@ class Mesh:
     def refuse(self, message: Message, why: str) -> None:
         """Count and log a refused message; `why` is the reason."""
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
+
+    def _greet(self, peer: int) -> bool:
+        """Greet a lower rank, on the watch's thread; returns False if its connection is not ready or has ended."""
+        try:
+            send(self._dealers[peer], self._greeting, NOW)
+        except zmq.Again:
+            return False
+        return True
+
+    def _take_greeted(self) -> None:
+        """Receive from the lower ranks that were greeted meanwhile, too."""
+        if not self._ungreeted:
+            return
+        for peer in self._ungreeted & self.watch.greeted:
+            self._ungreeted.remove(peer)
+            self._poller.register(self._dealers[peer], zmq.POLLIN)
+        if len(self._dealers) == 1 and not (self._ungreeted or self._listener.callers):
+            (self._only,) = self._dealers.values()
 
     def _next(self, milliseconds: int) -> Message | None:
         """Receive the next message of any socket; returns None if no message comes in time."""
@@ -240,6 +262,10 @@ class Mesh:
             socket.setsockopt(option, value)
         if peer is None:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        else:
+            socket.setsockopt(
+                zmq.IMMEDIATE, 1
+            )  # drops frames for a connection that ended: closing waits for others
         if self._keys is not None:
             seal(socket, self._keys, self._rank, peer)
         self.watch.over(socket, peer)
