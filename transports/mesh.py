@@ -3,17 +3,16 @@
 A rank listens on one ROUTER for all higher ranks, and has one DEALER for each lower rank. A rank that connects greets
 in its first frame, and the ROUTER sends only on connections on which a rank has greeted, so that a stranger learns
 nothing. Each rank needs one address, and ranks may start in any order.
-
-The watch, a thread, greets as soon as a connection is there. Until then it alone uses the DEALER, and never afterwards:
-ZeroMQ allows one thread at a time to use a socket.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -31,13 +30,13 @@ WAITING_FRAMES = 64
 SLICE_MILLISECONDS = 50
 """Milliseconds between a waiting rank's checks for lost ranks and a closed transport."""
 
-GREETING_MILLISECONDS = 1
-"""Milliseconds between a waiting rank's checks for lower ranks that were greeted meanwhile."""
-
 HANDSHAKE_MILLISECONDS = 5_000
 """Milliseconds that a handshake may take."""
 LINGER_MILLISECONDS = 5_000
 """Most milliseconds for sending the last frames when a transport is closed, since a peer may not read them."""
+
+WAIT_SECONDS = 0.01
+"""Seconds between the checks whether a rank is still connected that gets the last frame."""
 
 _starting = threading.Lock()
 
@@ -81,8 +80,8 @@ class Mesh:
         self._context: zmq.Context[Any] = zmq.Context()
         callers = range(rank + 1, len(addresses))
         known = None if keys is None else {keys.public[each]: each for each in callers}
+        self.watch = Watch(self._context, known)
         self._greeting = pack(Frame(Kind.HERE, Kind.ABANDON, rank, epoch))
-        self.watch = Watch(self._context, known, self._greet)
         self._gone: set[int] = set()
         """The higher ranks whose connection ended."""
         self._kept: deque[Message] = deque()
@@ -94,16 +93,20 @@ class Mesh:
         self._dealers = {
             peer: self._socket(addresses[peer], peer, lost_after_seconds) for peer in range(rank)
         }
-        self._ungreeted = {*self._dealers}
-        """The lower ranks that were not greeted when the watch was last asked; nothing is received from them."""
         # The highest rank listens to nobody, but is told of a port in use as all others are.
         self._use("listen at", self._listener.socket.bind, own)
+        self._sources: dict[zmq.Socket[bytes], int | None] = {
+            dealer: peer for peer, dealer in self._dealers.items()
+        }
+        """The sockets to receive from, each with its rank; None for the listener if several ranks send to it."""
         if callers:
-            self._poller.register(self._listener.socket, zmq.POLLIN)
-        self._only = None if self._dealers else self._listener.socket
-        """The only socket to receive from; None if there are several, or if its rank was not greeted yet."""
+            self._sources[self._listener.socket] = self._listener.only_caller
+        self._only = next(iter(self._sources)) if len(self._sources) == 1 else None
+        for each in self._sources:
+            self._poller.register(each, zmq.POLLIN)
         for peer, dealer in self._dealers.items():
             self._use("connect to", dealer.connect, addresses[peer])
+            send(dealer, self._greeting, NOW)
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
@@ -129,8 +132,7 @@ class Mesh:
         if self._kept:
             return self._kept.popleft()
         if self._only is None:
-            self._take_greeted()
-            return self._next(GREETING_MILLISECONDS if self._ungreeted else SLICE_MILLISECONDS)
+            return self._next(SLICE_MILLISECONDS)
         try:
             return self._from(self._only, 0)
         except zmq.Again:
@@ -159,7 +161,6 @@ class Mesh:
 
     def poll(self, milliseconds: int) -> bool:
         """Wait up to `milliseconds` for a message; returns True if there is one."""
-        self._take_greeted()
         return bool(self._kept or self._poller.poll(milliseconds))
 
     def lost(self, rank: int) -> bool:
@@ -176,11 +177,14 @@ class Mesh:
             self.watch.refusal if rank in self._listener.unmet.values() else self.watch.trouble.get(rank, "")
         )
 
-    def close(self) -> None:
-        """Send the last frames, and free all sockets."""
-        for peer, dealer in self._dealers.items():
-            if peer in self.watch.connected:
-                dealer.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+    def close(self, farewell: Any = b"") -> None:
+        """Send the last frames, and free all sockets.
+
+        Args:
+            farewell: bytes of the last frame to each rank that is connected; empty for none.
+        """
+        if farewell:
+            self._leave(farewell)
         self._listener.socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self.watch.end()
         for each in (self._listener.socket, *self._dealers.values()):
@@ -191,23 +195,29 @@ class Mesh:
         """Count and log a refused message; `why` is the reason."""
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
-    def _greet(self, peer: int) -> bool:
-        """Greet a lower rank, on the watch's thread; returns False if its connection is not ready or has ended."""
-        try:
-            send(self._dealers[peer], self._greeting, NOW)
-        except zmq.Again:
-            return False
-        return True
+    def _leave(self, farewell: Any) -> None:
+        """Send the last frame to all ranks, and wait until it is on its way to those that are still connected.
 
-    def _take_greeted(self) -> None:
-        """Receive from the lower ranks that were greeted meanwhile, too."""
-        if not self._ungreeted:
-            return
-        for peer in self._ungreeted & self.watch.greeted:
-            self._ungreeted.remove(peer)
-            self._poller.register(self._dealers[peer], zmq.POLLIN)
-        if len(self._dealers) == 1 and not (self._ungreeted or self._listener.callers):
-            (self._only,) = self._dealers.values()
+        A DEALER keeps frames for a connection that has ended, and would wait LINGER_MILLISECONDS for another one.
+        """
+        for peer in self._listener.callers:
+            self.send(peer, farewell)
+        until = time.monotonic() + LINGER_MILLISECONDS / 1000
+        sent = {peer: self._send_tracked(peer, farewell) for peer in [*self.watch.connected]}
+        for peer, tracker in sent.items():
+            while not tracker.done and peer in self.watch.connected and time.monotonic() < until:
+                with suppress(zmq.NotDone):
+                    tracker.wait(WAIT_SECONDS)
+            if tracker.done:
+                self._dealers[peer].setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+
+    def _send_tracked(self, peer: int, data: Any) -> zmq.MessageTracker:
+        """Send a frame's bytes to a lower rank; the result tells when ZeroMQ has passed them to the system."""
+        frame = zmq.Frame(data, track=True, copy=False, copy_threshold=0)
+        with suppress(zmq.Again):
+            self._dealers[peer].send(frame, NOW, copy=False)
+        tracker: zmq.MessageTracker = frame.tracker
+        return tracker
 
     def _next(self, milliseconds: int) -> Message | None:
         """Receive the next message of any socket; returns None if no message comes in time."""
@@ -262,10 +272,6 @@ class Mesh:
             socket.setsockopt(option, value)
         if peer is None:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        else:
-            socket.setsockopt(
-                zmq.IMMEDIATE, 1
-            )  # drops frames for a connection that ended: closing waits for others
         if self._keys is not None:
             seal(socket, self._keys, self._rank, peer)
         self.watch.over(socket, peer)

@@ -1,7 +1,7 @@
-"""The watch over the connections of a mesh: admits peers by their keys, greets, notices losses, and logs refusals.
+"""The watch over the connections of a mesh: admits peers by their keys, notices lost connections, logs refusals.
 
 A thread answers ZeroMQ's requests to authenticate peers, and reads the monitors of all sockets. The thread wakes only
-for handshakes and lost connections. It greets each lower rank once, when the first connection to it is there.
+for handshakes and lost connections.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
@@ -21,9 +21,6 @@ from moesched.cluster.curve.zap import LOGGED, KeyCheck
 from moesched.system.logs import Log
 
 _log = Log(__name__)
-
-RETRY_MILLISECONDS = 1
-"""Milliseconds before a rank is greeted again, if its socket could not send."""
 
 MAPPED = "::ffff:"
 """Prefix of an IPv4 address in IPv6 notation."""
@@ -44,11 +41,9 @@ class Watch:
     Args:
         context: the context of the sockets; ZeroMQ asks about keys once for each context.
         public: the ranks' public keys; None to admit every peer.
-        greet: function that greets a lower rank on its socket, and returns False if the socket cannot send yet.
 
     Attributes:
-        greeted: the lower ranks that were greeted.
-        connected: the lower ranks that this rank is connected to, and that were greeted.
+        connected: the lower ranks that this rank is connected to.
         lost: the lower ranks whose connection has ended at least once.
         trouble: the reason why the last attempt to connect to a rank failed, by rank.
         refusal: the last refusal of a connection, in words; empty if none was refused.
@@ -56,19 +51,13 @@ class Watch:
         refused: number of connections and frames that were refused.
     """
 
-    def __init__(
-        self, context: zmq.Context[Any], public: Mapping[str, int] | None, greet: Callable[[int], bool]
-    ) -> None:
-        self.greeted: set[int] = set()
+    def __init__(self, context: zmq.Context[Any], public: Mapping[str, int] | None) -> None:
         self.connected: set[int] = set()
         self.lost: set[int] = set()
         self.trouble: dict[int, str] = {}
         self.refusal = ""
         self.ended = -math.inf
         self.refused = 0
-        self._greet = greet
-        self._new: set[int] = set()
-        """The lower ranks that are connected, and not greeted yet."""
         self._address = "unknown"
         self._monitors: dict[Any, int | None] = {}
         self._watched: list[zmq.Socket[bytes]] = []
@@ -120,32 +109,25 @@ class Watch:
         for each in (self._stopped, self._keys.socket, *self._monitors):
             poller.register(each, zmq.POLLIN)
         while True:
-            for ready, _ in poller.poll(RETRY_MILLISECONDS if self._new else None):
+            for ready, _ in poller.poll():
                 if ready is self._stopped:
                     return
                 if ready is self._keys.socket:
                     self._address = self._keys.answer().address or "this machine"
                 else:
                     self._note(self._monitors[ready], recv_monitor_message(ready))
-            for peer in [*self._new]:
-                if peer in self.greeted or self._greet(peer):
-                    self.greeted.add(peer)
-                    self.connected.add(peer)
-                    self._new.remove(peer)
 
     def _note(self, peer: int | None, event: Mapping[str, Any]) -> None:
         kind, value = event["event"], event["value"]
         if peer is None:
             self._note_incoming(kind, value)
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._new.add(peer)
+            self.connected.add(peer)
         elif kind in _FAILED:
             self.trouble[peer] = _REFUSED_BY.get(kind, _FAILED[kind])
-        elif kind == zmq.EVENT_DISCONNECTED:
-            self._new.discard(peer)
-            if peer in self.connected:
-                self.connected.remove(peer)
-                self.lost.add(peer)
+        elif kind == zmq.EVENT_DISCONNECTED and peer in self.connected:
+            self.connected.remove(peer)
+            self.lost.add(peer)
 
     def _note_incoming(self, kind: Any, value: int) -> None:
         """Record the address of an accepted connection, whose descriptor is `value`, or the end or refusal of one."""

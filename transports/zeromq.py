@@ -177,9 +177,7 @@ class ZeroMqTransport:
             farewell = pack(
                 Frame(Kind.LEAVE, Kind.ABANDON, self.rank, self.epoch, text="it closed its transport")
             )
-            for each in self.others:
-                self.mesh.send(each, farewell)
-            self.mesh.close()
+            self.mesh.close(farewell)
 
 
 def contiguous(array: Array) -> Array:
