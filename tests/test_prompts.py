@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moesched.errors import BadInput
 from moesched.inputs.prompts import encode_prompts, parse_prompt_ids, read_prompts
-from moesched.inputs.tokenizer import TextStream, Tokenizer, find_tokenizer
+from moesched.inputs.tokenizer import Decodes, TextStream, Tokenizer, find_tokenizer
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import (
     PromptLengths,
@@ -149,7 +149,7 @@ def test_a_tokenizer_that_is_none_is_told(tmp_path: Path) -> None:
         find_tokenizer(tmp_path)
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], context: list[int]) -> list[str]:
+def stream(tokenizer: Decodes, ids: list[int], context: list[int]) -> list[str]:
     text = TextStream(tokenizer, context)
     return [*(text.push(token) for token in ids), text.finish()]
 
@@ -173,6 +173,19 @@ def test_characters_in_bytes_follow_each_other() -> None:
     text = "漢字仮名交文日本語"
     streamed = TextStream(decoder, list(text.encode()))
     assert [piece for byte in text.encode() if (piece := streamed.push(byte))] == list(text)
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_a_context_may_end_within_a_character_of_bytes(cut: int) -> None:
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    decoder = tokenizers.Tokenizer(tokenizers.models.BPE(names, [], byte_fallback=True))
+    decoder.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    ids = list("日🙂.".encode())
+    pieces = stream(decoder, ids[cut:], ids[:cut])
+    whole = len(bytes(ids[:cut]).decode(errors="ignore"))
+    assert "".join(pieces) == "日🙂."[whole:]
 
 
 @given(text=st.text(max_size=60), cut=st.integers(0, 30))

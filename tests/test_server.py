@@ -331,7 +331,13 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     ),
     (PLAIN, {"model": "fake", "prompt": "a", "top_k": 2**64}, "top_k", "top_k is 1844"),
     (PLAIN, {"model": "fake", "prompt": "a", "user": "u" * 257}, "user", "length <= 256"),
-    (PLAIN, {"model": "fake", "prompt": ["a"] * 100_000}, "n", "100000 answers at once"),
+    (PLAIN, {"model": "fake", "prompt": ["a"] * 100_000}, "prompt", "100000 answers at once"),
+    (
+        PLAIN,
+        {"model": "fake", "prompt": [[1]] * 20_000},
+        None,
+        "the body has 20,002 lists and objects, and may have 20,000: send fewer",
+    ),
     (PLAIN, {"model": "fake", "prompt": "a", "seed": [["y" * 100] * 9] * 9}, "seed", "seed is [['yyy"),
     (
         CHAT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,12 @@ from starlette.types import Message
 from fronts import CHAT, HELLO, Server, chat, front
 from moesched.server.bodies import MOST_BYTES
 from moesched.server.fields import MOST_CHOICES
+from moesched.server.generation import AnswerPiece
+from moesched.server.link import IDLE
 from moesched.server.messages import LENGTH, Frames, ToEngine
+from moesched.server.metrics import Metrics
+from moesched.server.templates import PlainTemplate
+from patience import PATIENCE_SECONDS
 
 
 @asynccontextmanager
@@ -202,6 +207,50 @@ async def test_an_answer_that_the_engine_breaks_off_is_an_error_and_others_are_a
     assert server.front.gate.inside == 0
     server.engine.breaks = ""
     assert (await chat(server)).choices[0].message.content
+
+
+async def test_a_client_that_leaves_while_its_chat_is_rendered_frees_its_place() -> None:
+    class NeverDone(PlainTemplate):
+        begun = False
+
+        async def render(self, messages: Any) -> str:
+            self.begun = True
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # never
+
+    template = NeverDone()
+    async with front(template=template) as server:
+        client = Client({"model": "fake", "messages": HELLO})
+        asking = asyncio.ensure_future(client.ask(server))
+        while not template.begun:
+            await asyncio.sleep(0)
+        client.left.set()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await asking
+        assert server.front.gate.inside == 0
+        assert not client.got and not server.engine.asked
+
+
+class Pieces:
+    """Two answers of three tokens each, one after the other, a token each second after the fourth."""
+
+    answers, answer_tokens = 2, 6
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    async def pieces(self) -> AsyncGenerator[list[AnswerPiece]]:
+        for token in range(6):
+            self.now = 4.0 + token
+            yield [AnswerPiece(token // 3, "a", [], None)]
+
+
+async def test_the_time_per_token_is_that_of_each_answer_and_the_first_counts_from_the_request() -> None:
+    generation: Any = Pieces()
+    metrics = Metrics(lambda: IDLE, lambda: generation.now)
+    assert [piece async for piece in metrics.observed(generation, 1.0)]
+    text = metrics.text().decode()
+    assert "moesched_time_to_first_token_seconds_sum 3.0" in text
+    assert "moesched_time_per_token_seconds_sum 1.0" in text
 
 
 async def test_metrics_count_requests_and_tokens(server: Server) -> None:

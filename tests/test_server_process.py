@@ -438,6 +438,18 @@ async def test_a_client_that_sends_all_of_it_first_is_given_the_answer_that_came
     assert says in error["message"]
 
 
+async def test_bytes_after_an_early_answer_are_counted_on_connections_that_stay_open() -> None:
+    async with connected(HastyDropper, TOO_LONG) as (connect, state):
+        reader, writer = await connect()
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 413")
+        async with asyncio.timeout(HastyDropper.request_seconds / 2):
+            while state.connections:
+                writer.write(LONG)
+                await asyncio.sleep(0.01)
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("protocol", "sent", "more"),
     [

@@ -172,7 +172,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._ids = list(context[-_CONTEXT_TOKENS:])
         # The rest of a character: some decoders give no character of the bytes behind it.
-        while self._ids and tokenizer.decode(self._ids).startswith(UNFINISHED):
+        while len(context) > len(self._ids) > 0 and tokenizer.decode(self._ids).startswith(UNFINISHED):
             del self._ids[0]
         self._shown = len(self._ids)
         self._before = 0
@@ -189,8 +189,12 @@ class TextStream:
     def _advance(self, *, final: bool) -> str:
         known = self._tokenizer.decode(self._ids[self._before : self._shown])
         text = self._tokenizer.decode(self._ids[self._before :])
+        before = end = self._shown
         if not text.startswith(known):  # the context ended within a character, which is whole now
-            known = known.rstrip(UNFINISHED)
+            before = self._before
+            while known.endswith(UNFINISHED):
+                end -= 1
+                known = self._tokenizer.decode(self._ids[before:end])
         fresh = text[len(known) :]
         held = len(self._ids) - self._shown
         if (
@@ -198,7 +202,7 @@ class TextStream:
         ):  # more are no character's bytes
             return ""
         if fresh:
-            self._before, self._shown = self._shown, len(self._ids)  # both between characters
+            self._before, self._shown = before, len(self._ids)  # both between characters
         return fresh
 
 

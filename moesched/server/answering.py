@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -74,24 +74,30 @@ class Endpoint(ABC, Generic[Given]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; arguments are as for any ASGI application."""
-        request = Request(scope, receive)
+        request, came = Request(scope, receive), self._metrics.clock()
         try:
             self._gate.require_room()  # before the work of reading, since a full server refuses many
             given = read_body(await read_bytes(request), self.kind, self.model.name)
             self.model.require(given.model)
             user = given.user or (request.client.host if request.client else "")
-            with self._gate.entered(given.answers):
-                asked = await self.understand(given, user)
+            with self._gate.entered(given.answers, given.answers_field):
+                asked = await _unless_left(self.understand(given, user), receive)
                 generation = AnswersInProgress(self._link, self.model.codec, asked.prompts, asked.wanted)
                 with _left_when_over(generation, receive), self._metrics.counted(generation):
-                    await self._answer(given, asked, generation, send)
+                    pieces = self._metrics.observed(generation, came)
+                    await self._answer(given, asked, generation, pieces, send)
         except ClientLeft:
             pass  # nobody reads an answer
 
     async def _answer(
-        self, given: Given, asked: CheckedRequest, generation: AnswersInProgress, send: Send
+        self,
+        given: Given,
+        asked: CheckedRequest,
+        generation: AnswersInProgress,
+        observed: AsyncGenerator[list[AnswerPiece]],
+        send: Send,
     ) -> None:
-        async with aclosing(self._metrics.observed(generation)) as pieces:
+        async with aclosing(observed) as pieces:
             if not given.stream:
                 parts = [piece async for several in pieces for piece in several]
                 answers = gathered(parts, given.answers)
@@ -189,6 +195,23 @@ def _left_when_over(generation: AnswersInProgress, receive: Receive) -> Iterator
     finally:
         watcher.cancel()
         generation.leave()
+
+
+async def _unless_left(checking: Coroutine[Any, Any, CheckedRequest], receive: Receive) -> CheckedRequest:
+    """Await a coroutine and return its result; cancel it if the client closes the connection meanwhile.
+
+    Raises:
+        ClientLeft: the client has closed the connection.
+    """
+    checked, watcher = asyncio.ensure_future(checking), asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait([checked, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if not checked.done():
+            raise ClientLeft
+        return checked.result()
+    finally:
+        checked.cancel()
+        watcher.cancel()
 
 
 async def _until_disconnected(receive: Receive) -> None:

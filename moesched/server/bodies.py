@@ -20,6 +20,8 @@ MOST_BYTES = 4 << 20
 """Largest number of bytes of a body: enough for a prompt of half a million token ids."""
 MOST_VALUES = 2_000_000
 """Largest number of values in a body: more than any prompt of token ids has."""
+MOST_LISTS = 20_000
+"""Largest number of lists and objects in a body: more than any conversation has."""
 MOST_NAME = 100
 """Largest number of characters of a field's name that an error repeats."""
 
@@ -75,6 +77,7 @@ def read_body(data: bytes, kind: type[Body], model: str) -> Body:
     Raises:
         ApiError: the body is not JSON, lacks a field, or has a wrong or unsupported field.
     """
+    _require_few_lists(data)
     try:
         fields = decode_json(data, dict[str, Any], "the body", "send JSON", most=MOST_VALUES)
     except BadInput as error:
@@ -90,6 +93,17 @@ def read_body(data: bytes, kind: type[Body], model: str) -> Body:
         return msgspec.convert(left, kind)
     except DECODE_ERRORS as error:
         raise _of_wrong_type(reason(error), left, model) from error
+
+
+def _require_few_lists(data: bytes) -> None:
+    """Refuse a body with more than MOST_LISTS lists and objects: decoding them would hold up the answers to others."""
+    if data.count(b"[") + data.count(b"{") > MOST_LISTS:
+        outside = _STRING.sub(b"", data)
+        lists = outside.count(b"[") + outside.count(b"{")
+        if lists > MOST_LISTS:
+            raise bad_request(
+                f"the body has {lists:,} lists and objects, and may have {MOST_LISTS:,}: send fewer"
+            )
 
 
 def _is_taken(name: str, value: object) -> bool:
@@ -109,6 +123,7 @@ def _unknown(name: str, value: object, known: tuple[str, ...]) -> ApiError:
     return bad_request(f"unknown field {shown(name)}: {remedy}", name[:MOST_NAME], "unknown_parameter")
 
 
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _PATH = re.compile(r"(.*?) - at `(?:key )?\$\.?(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 

@@ -82,6 +82,11 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.n or 1
 
     @property
+    def answers_field(self) -> str:
+        """Name of the field that asks for more answers than one."""
+        return "n"
+
+    @property
     def streams_usage(self) -> bool:
         """True if the answer is a stream whose last event has the token counts of prompt and answer.
 
@@ -140,6 +145,11 @@ class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fie
     def answers(self) -> int:
         """The number of answers to all prompts."""
         return len(self.prompts) * (self.n or 1)
+
+    @property
+    def answers_field(self) -> str:
+        """Name of the field that asks for more answers than one: `prompt` with several prompts and one answer each."""
+        return "prompt" if self.n in (None, 1) else "n"
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -41,13 +41,16 @@ class Gate:
         self._changed = asyncio.Event()
 
     @contextmanager
-    def entered(self, answers: int) -> Iterator[None]:
+    def entered(self, answers: int, field: str = "n") -> Iterator[None]:
         """Count the answers of a request as running or waiting, until the context ends.
+
+        Args:
+            field: name of the request's field that gives the number of answers.
 
         Raises:
             ApiError: the server closes or is full, or the request has more answers than the server ever gives at once.
         """
-        self.require_room(answers)
+        self.require_room(answers, field)
         self.inside += answers
         if self.inside >= self._running and not self._ends:
             self._ends.append(self._clock())
@@ -60,8 +63,11 @@ class Gate:
         finally:
             self._end(answers, refused=refused)
 
-    def require_room(self, answers: int = 1) -> None:
+    def require_room(self, answers: int = 1, field: str = "n") -> None:
         """Check that a request for a number of answers could be taken now.
+
+        Args:
+            field: name of the request's field that gives the number.
 
         Raises:
             ApiError: the server closes or is full, or the request has more answers than the server ever gives at once.
@@ -70,7 +76,7 @@ class Gate:
             raise closing()
         if answers > self.most:
             raise bad_request(
-                f"{answers} answers at once: this server gives at most {self.most}; ask for fewer", "n"
+                f"{answers} answers at once: this server gives at most {self.most}; ask for fewer", field
             )
         if self.inside + answers > self.most:
             raise ApiError(

@@ -19,9 +19,11 @@ class Metrics:
 
     Args:
         state: returns the engine's state.
+        clock: returns the time in seconds.
     """
 
-    def __init__(self, state: Callable[[], State]) -> None:
+    def __init__(self, state: Callable[[], State], clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self._registry = registry = CollectorRegistry()
         self._state = state
         self.responses = Counter(
@@ -63,20 +65,26 @@ class Metrics:
         finally:
             self._answer_tokens.inc(generation.answer_tokens)
 
-    async def observed(self, generation: AnswersInProgress) -> AsyncGenerator[list[AnswerPiece]]:
-        """Yield a generation's pieces; note the time to the first one, and the mean time from token to token."""
-        began = time.monotonic()
-        first = last = 0.0
+    async def observed(self, generation: AnswersInProgress, came: float) -> AsyncGenerator[list[AnswerPiece]]:
+        """Yield a generation's pieces; note the time to the first one, and the mean time from token to token.
+
+        Args:
+            came: the time at which the request came, by `clock`.
+        """
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
         async with aclosing(generation.pieces()) as pieces:
             async for several in pieces:
-                last = time.monotonic()
+                now = self.clock()
                 if not first:
-                    first = last
-                    self._first.observe(first - began)
+                    self._first.observe(now - came)
+                for piece in several:
+                    first.setdefault(piece.answer, now)
+                    last[piece.answer] = now
                 yield several
-        following = generation.answer_tokens / generation.answers - 1
+        following = generation.answer_tokens - len(first)
         if following > 0:
-            self._each.observe((last - first) / following)
+            self._each.observe((sum(last.values()) - sum(first.values())) / following)
 
     def text(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

@@ -44,10 +44,10 @@ class TimedProtocol(H11Protocol):
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes that the client sent, or drop them after the connection's last answer."""
-        if self._lingering.drops:
+        """Parse bytes that the client sent; count those of a request that has its answer already, and drop them."""
+        if self._lingering.is_over_early():
             self._lingering.drop(data)
-        else:
+        if not self._lingering.drops:
             super().data_received(data)
             self._read_ahead()
         self._expect_request()
@@ -155,7 +155,8 @@ class LingeringTransport:
     Args:
         transport: the transport that the connection writes to.
         conn: the connection's state as h11 keeps it.
-        most_dropped: largest number of bytes that may come after `close`; more end the connection at once.
+        most_dropped: largest number of bytes that may come after answers to requests that have not arrived as a whole;
+            more end the connection at once.
 
     Attributes:
         drops: whether arriving bytes are dropped; the connection then ends when the client closes it, or by `abort`.
@@ -181,7 +182,7 @@ class LingeringTransport:
         """
         if self.is_closing():
             return
-        self.drops = self._is_within_request()
+        self.drops = self.is_over_early()
         if self.drops:
             self._transport.resume_reading()
             with suppress(OSError):  # the client has closed it, which is noticed when nothing comes
@@ -190,12 +191,12 @@ class LingeringTransport:
             self._transport.close()
 
     def drop(self, data: bytes) -> None:
-        """Count bytes that arrived after `close`; too many of them end the connection."""
+        """Count bytes that arrived after the answer; too many of them end the connection."""
         self._left -= len(data)
         if self._left < 0:
             self._transport.abort()
 
-    def _is_within_request(self) -> bool:
+    def is_over_early(self) -> bool:
         """Test whether the client has its answer, but seems not to have sent its whole request."""
         answered = self._conn.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
         return answered and self._conn.their_state in (h11.SEND_BODY, h11.ERROR)
