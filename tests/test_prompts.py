@@ -164,26 +164,26 @@ def test_what_never_becomes_whole_comes_at_the_end(tokenizer: Tokenizer) -> None
     assert pieces == ["a", "", "", "\ufffd"]
 
 
-def test_characters_in_bytes_follow_each_other() -> None:
+def decoder_of_bytes() -> tokenizers.Tokenizer:
+    """A decoder whose tokens are the 256 bytes."""
     names = {f"<0x{byte:02X}>": byte for byte in range(256)}
     decoder = tokenizers.Tokenizer(tokenizers.models.BPE(names, [], byte_fallback=True))
     decoder.decoder = tokenizers.decoders.Sequence(
         [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
     )
+    return decoder
+
+
+def test_characters_in_bytes_follow_each_other() -> None:
     text = "漢字仮名交文日本語"
-    streamed = TextStream(decoder, list(text.encode()))
+    streamed = TextStream(decoder_of_bytes(), list(text.encode()))
     assert [piece for byte in text.encode() if (piece := streamed.push(byte))] == list(text)
 
 
 @pytest.mark.parametrize("cut", range(8))
 def test_a_context_may_end_within_a_character_of_bytes(cut: int) -> None:
-    names = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    decoder = tokenizers.Tokenizer(tokenizers.models.BPE(names, [], byte_fallback=True))
-    decoder.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
-    )
     ids = list("日🙂.".encode())
-    pieces = stream(decoder, ids[cut:], ids[:cut])
+    pieces = stream(decoder_of_bytes(), ids[cut:], ids[:cut])
     whole = len(bytes(ids[:cut]).decode(errors="ignore"))
     assert "".join(pieces) == "日🙂."[whole:]
 

@@ -198,7 +198,10 @@ class KVStep:
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """Groups of the step's sequences, in order; one view (`Run`) or one copy (`Gather`) shows a whole group."""
+        """Groups of the step's sequences, in order.
+
+        The keys and values of a `Run` are one view of the KV cache. Those of a `Gather` are copied from it together.
+        """
         parts: list[Run | Gather] = []
         for growth in self._growths:
             alone = self._alone(growth.seen.blocks, growth.length, growth.new)

@@ -46,10 +46,11 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
         cause: the reason why the critical path waited in this part, as in `idle_spans.Cause`: "budget" for a full pool,
             for example. "data" and "lane" mean that `lane` itself is too slow.
         kind: the verb that takes most of `seconds`; "policy" or "host" for the time between tasks.
-        kind_seconds: the part of `seconds` that tasks of `kind` take; if a cause is to blame, those on `lane` alone.
+        kind_seconds: the part of `seconds` that tasks of `kind` take. If the cause is neither "data" nor "lane", only
+            tasks on `lane` count.
         line: the line of the policy whose tasks take most of `seconds`, as file:line; empty if none is known.
-        seconds: time of this part on the critical path; of a network, on all ranks.
-        ranks: number of ranks whose lanes `seconds` covers; 1 if a cause is to blame.
+        seconds: time of this part on the critical path. The lanes of a network are added up over all ranks.
+        ranks: number of ranks whose lanes `seconds` covers; 1 if the cause is neither "data" nor "lane".
         share: `seconds` over the time of the run.
         saved: share of the run's time, from 0 to 1, that a lane twice as fast, or the removal of the cause, would save.
     """

@@ -65,7 +65,10 @@ class GpuTasks:
         self._alone.add(run, [task for task in tasks if _is_timed_beside(task)])
 
     def add_beside(self, run: RunKey, tasks: Sequence[Task]) -> None:
-        """Add the tasks of a run in which pages were copied while other tasks ran."""
+        """Add observations of a run in which pages were copied while other tasks ran.
+
+        Each task's time is compared with that of the same task alone, which `add` collected.
+        """
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
         for work_class, observed in self._alone.observed(run, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]

@@ -20,7 +20,7 @@ from moesched.system.near_names import with_nearest
 METHOD = "moesched"
 """The `quant_method` in the config.json of a model with coded weights."""
 
-FLOAT32, FLOAT16 = STORED_FORMATS["float32"], STORED_FORMATS["float16"]
+FLOAT32 = STORED_FORMATS["float32"]
 
 
 class Mix(NamedTuple):
@@ -77,11 +77,11 @@ def coded_as(config: ModelConfig, name: str) -> ModelConfig:
 
 
 def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> ModelConfig:
-    """Return a copy of a model's configuration that lists the tensors which keep the files' format in memory.
+    """Return a copy of a model's configuration that lists the tensors which are not converted to the model's dtype.
 
-    These are the quantised tensors. Norms and routers in float32 are listed, too, unless all matrices are in float32.
-    Those in float16 are listed as float32, which holds all their values, unless the model computes in float32 anyway.
-    All other tensors are converted to the dtype of the computation.
+    Quantised tensors are listed in the files' format. Small tensors (norms, biases, routers and the like) are listed as
+    float32 if the files have them in float32, and any matrix in another format. Small tensors in float16 count as
+    float32, which holds all their values, unless the model's dtype is float32.
 
     Args:
         formats: for each canonical name of a tensor, the format in the files.
@@ -89,17 +89,13 @@ def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> Mo
     Raises:
         BadInput: a matrix is in a coded format in one expert of a layer, and in another format in another expert.
     """
-    if config.dtype != "float32":
-        formats = {
-            name: FLOAT32 if stored == FLOAT16 and role_of(name) == "small" else stored
-            for name, stored in formats.items()
-        }
+    wide = {FLOAT32.name} if config.dtype == FLOAT32.name else {FLOAT32.name, "float16"}
     narrow = any(stored != FLOAT32 and role_of(name) != "small" for name, stored in formats.items())
     coded = any(stored.codes is not None for stored in formats.values())
     layers: list[dict[str, StoredFormat]] = [{} for _ in config.pattern]
     outside: dict[str, StoredFormat] = {}
     for name, stored in formats.items():
-        if coded or stored == FLOAT32:
+        if coded or stored.name in wide:
             kept = layers[int(name.split(".", 2)[1])] if name.startswith("layers.") else outside
             first = kept.setdefault(tensor_in_layer(name), stored)
             if first != stored and (first.codes or stored.codes):
@@ -111,9 +107,9 @@ def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> Mo
     def kept_of(found: Mapping[str, StoredFormat]) -> Formats:
         return tuple(
             sorted(
-                (tensor, stored.name)
+                (tensor, stored.name if stored.codes else FLOAT32.name)
                 for tensor, stored in found.items()
-                if stored.codes or (stored == FLOAT32 and narrow and role_of(tensor) == "small")
+                if stored.codes or (stored.name in wide and narrow and role_of(tensor) == "small")
             )
         )
 

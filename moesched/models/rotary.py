@@ -61,7 +61,7 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
         return [share + (1 - share) / self.factor for share in kept]
 
     def problem(self, pairs: int) -> str:
-        """Return the reason why the fields are impossible, whatever `pairs`; empty if they are possible."""
+        """Return the reason why the fields cannot be used together; empty if they can. `pairs` is not used."""
         low, high = self.low_freq_factor, self.high_freq_factor
         if low < high:
             return ""
@@ -110,7 +110,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return [1 - share + share / self.factor for share in shares]
 
     def problem(self, pairs: int) -> str:
-        """Return the reason why the fields are impossible, whatever `pairs`; empty if they are possible."""
+        """Return the reason why the fields cannot be used together; empty if they can. `pairs` is not used."""
         slow, fast = self.beta_slow, self.beta_fast
         if slow < fast:
             return ""

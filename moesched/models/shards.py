@@ -35,7 +35,7 @@ class Shards(NamedTuple):
     """All tensors in the files of a checkpoint.
 
     Attributes:
-        identities: for each file, its inode, size and times when its header was read.
+        identities: for each file, its inode, size and times of last change, taken before its header was read.
         absent: for each file of which only a copy of the header is here, the file's size in bytes.
     """
 

@@ -1,6 +1,6 @@
 """The messages between the front, which speaks HTTP, and the engine, which runs the model; and their frames.
 
-A frame is the length of a list of messages, as 4 bytes in network order, and the list in MessagePack.
+A frame is a list of messages in MessagePack, preceded by its size in bytes (4 bytes in network order).
 """
 
 from __future__ import annotations
