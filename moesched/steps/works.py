@@ -85,8 +85,8 @@ class Works:
                 in cost tables, and the share (0 to 1) of the processor's FLOP/s that kernels reach.
             layer_kind: number of the kind of layer.
             joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
-            chosen: number of rows of each chosen expert, if the result of `amount` depends on them; None otherwise. Tells
-                cached results apart.
+            chosen: number of rows of each chosen expert, if the result of `amount` depends on them; None otherwise. It
+                only tells cached results apart.
         """
         key = kind, resource, tokens, layer_kind, joins, chosen
         work = self._works.get(key)
